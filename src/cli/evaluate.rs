@@ -64,7 +64,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         if let Some(path) = dataset.as_mut().filter(|dataset| dataset.contains(std::path::is_separator)) {
             let mut document = json!({ "private": job.spec.private, "data": { "dataset": path } });
             job_file::make_paths_absolute(&mut document);
-            job_file::name_dataset(&api, &mut document, UnknownPath::Register).await?;
+            job_file::replace_dataset_paths(&api, &mut document, UnknownPath::Register).await?;
             *path = text(&document["data"], "dataset").to_owned();
         }
         let query = present_parameters([

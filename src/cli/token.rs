@@ -1,7 +1,7 @@
 //! `lockstep token`: access tokens. `lockstep login-link`: a link that signs a browser in.
 
 use super::{
-    api::{self, Api, ServerArgs, parse_elements, text},
+    api::{Api, ServerArgs, parse_elements, text},
     block_on,
     confirm::confirm,
     file, find_only, output, usage_error,

@@ -34,7 +34,7 @@ async function tabTo(page, name, key = "Tab") {
 
 /** Submits a job from the empty list, adds a panel and cancels the job, by Tab, Enter and arrow keys. */
 export async function trainByKeyboard(server, browser, viewport) {
-  const page = await browser.page(server, "/jobs", { viewport, expected: [/422/], reducedMotion: "reduce" });
+  const page = await browser.page(server, "/jobs", { viewport, expectedErrors: [/422/], reducedMotion: "reduce" });
   await until("the page's scripts have run", () => page.locator("#keys").isVisible());
   await page.keyboard.press("Tab");
   assert.equal((await focused(page)).name, "Skip to content", "the first stop");

@@ -6,7 +6,7 @@ import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
 import { simulateAgent, spec } from "./agent.mjs";
 import { assertViews } from "./looks.mjs";
-import { Browser, TestServer, inFull, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, until } from "./test-server.mjs";
 
 const LONG = "resnet20-on-made-up-pictures-with-a-name-that-is-very-long-and-goes-on-lr-0.4-cosine-warmup-5-seed-number-2";
 let server, browser, agent;
@@ -66,7 +66,7 @@ describe("charts", () => {
     await page.end();
   });
 
-  inFull("are zoomed in and out by keyboard", async () => {
+  testInFullRun("are zoomed in and out by keyboard", async () => {
     const page = await browser.page(server, comparePath());
     await untilDrawn(page);
     const shownRange = () => page.evaluate(() => { const { low, high } = window.lockstep.chart.x; return high - low; });
@@ -81,7 +81,7 @@ describe("charts", () => {
     await page.end();
   });
 
-  inFull("remove their listeners when they are switched off", async () => {
+  testInFullRun("remove their listeners when they are switched off", async () => {
     const page = await browser.page(server, comparePath());
     await untilDrawn(page);
     const tools = await page.context().newCDPSession(page);
@@ -105,7 +105,7 @@ describe("charts", () => {
 });
 
 describe("a metric", () => {
-  inFull("has the same name, unit and number format as on a job's page", async () => {
+  testInFullRun("has the same name, unit and number format as on a job's page", async () => {
     const { id } = await server.ask("/jobs", spec("measured", 1, 100)), attempt = await agent.attempt(id), steps = range(1, 20);
     await agent.report(attempt, 0, [
       { type: "running", total_steps: 100, steps_per_epoch: 50, start_step: 0 },
@@ -141,7 +141,7 @@ describe("a metric", () => {
 });
 
 describe("jobs with the same name", () => {
-  inFull("are distinguished by their different settings, or by their ids", async () => {
+  testInFullRun("are distinguished by their different settings, or by their ids", async () => {
     const ids = [];
     for (const lr of [0.3, 0.6, 0.6]) {
       const body = spec("twin", 1, 100);
@@ -207,7 +207,7 @@ describe("groups", () => {
 });
 
 describe("a file of groups", () => {
-  inFull("has a column named after the axis", async () => {
+  testInFullRun("has a column named after the axis", async () => {
     const page = await browser.page(server, comparePath("&group=train.lr"));
     await untilDrawn(page);
     const card = page.locator(".curve[data-metric=loss]");
@@ -274,7 +274,7 @@ describe("the selection", () => {
     await page.end();
   });
 
-  inFull("has a scatter plot in the jobs' colours, which is saved as SVG, PNG and CSV", async () => {
+  testInFullRun("has a scatter plot in the jobs' colours, which is saved as SVG, PNG and CSV", async () => {
     const page = await browser.page(server, comparePath("&scatter-x=train.lr&scatter-y=result%3Aloss"));
     await untilDrawn(page);
     const legend = await page.evaluate(() => [...document.querySelectorAll("#compare-legend i")].map((mark) => getComputedStyle(mark).backgroundColor));
@@ -330,7 +330,7 @@ describe("results", () => {
     await page.end();
   });
 
-  inFull("have no axis for a setting with a single value, and begin with a setting that most of the jobs have", async () => {
+  testInFullRun("have no axis for a setting with a single value, and begin with a setting that most of the jobs have", async () => {
     const body = spec("fashion-resnet20 seed=3", 1, 100);
     body.train = { epochs: 2, batch_size: 8, lr: 0.2, seed: 3 };
     const { id } = await server.ask("/jobs", body);
@@ -346,7 +346,7 @@ describe("results", () => {
     await page.end();
   });
 
-  inFull("show whole names in the table of settings, except the longest", async () => {
+  testInFullRun("show whole names in the table of settings, except the longest", async () => {
     const page = await browser.page(server, comparePath());
     await untilDrawn(page);
     const names = page.locator("#settings-head .job-name a");
@@ -356,7 +356,7 @@ describe("results", () => {
     await page.end();
   });
 
-  inFull("have axes that all fit on a screen; on a phone a note says that they scroll", async () => {
+  testInFullRun("have axes that all fit on a screen; on a phone a note says that they scroll", async () => {
     const page = await browser.page(server, comparePath());
     await untilDrawn(page);
     const note = page.locator("section", { has: page.locator("#parallel-title") }).locator(".card-head .small");

@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
 import { simulateAgent, spec } from "./agent.mjs";
-import { Browser, TestServer, inFull, until, untilAsRendered } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, until, untilAsRendered } from "./test-server.mjs";
 
 const STEP_MS = [10, 20, 60];
 let server, browser, agent;
@@ -38,7 +38,7 @@ test("numbers and names have the same texts on a rendered and on a live page", a
 });
 
 describe("a job", () => {
-  inFull("that diverges has an axis with distinct labels", async () => {
+  testInFullRun("that diverges has an axis with distinct labels", async () => {
     const page = await browser.page(server, "/jobs");
     const labels = await page.evaluate(async () => {
       const { formatTick } = await import("/static/job/names.js"), { linearTicks } = await import("/static/chart/scale.js");
@@ -143,7 +143,7 @@ describe("a job", () => {
 });
 
 describe("a job that continues with fewer ranks", () => {
-  inFull("averages over the ranks of each attempt, and hides ranks that the newest attempt lacks", async () => {
+  testInFullRun("averages over the ranks of each attempt, and hides ranks that the newest attempt lacks", async () => {
     const { id } = await server.ask("/jobs", { ...spec("fewer", 4, 600), recovery: { min_ranks: 2, wait_seconds: 0 } });
     const first = await agent.attempt(id);
     const reportTimes = async (attempt, stepMs, to) => {
@@ -288,7 +288,7 @@ describe("a chart", () => {
 });
 
 describe("the list", () => {
-  inFull("has rows of equal height, shows chosen columns, and filters by states, tags and notes", async () => {
+  testInFullRun("has rows of equal height, shows chosen columns, and filters by states, tags and notes", async () => {
     const long = "resnet20-imagenet-subset-with-a-very-long-name-lr-0.1-warmup-5-cosine-seed-7", reason = "/data/imagenet-subset/train/n01440764/n01440764_10026.JPEG cannot be read: unexpected end of file";
     const longNamed = await server.ask("/jobs", spec(long, 2, 600)), attempt = await agent.attempt(longNamed.id);
     await begin(attempt);
@@ -348,7 +348,7 @@ describe("the list", () => {
 });
 
 describe("compared jobs", () => {
-  inFull("keep their colours, list different settings first, and have a chart of validation loss", async () => {
+  testInFullRun("keep their colours, list different settings first, and have a chart of validation loss", async () => {
     const jobs = [];
     for (const [name, batch_size] of [["first", 8], ["second", 8], ["third", 4]]) {
       const job = await server.ask("/jobs", { ...spec(name, 2, 600), train: { steps: 600, batch_size } });

@@ -5,7 +5,7 @@ import { cp, writeFile } from "node:fs/promises";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { fileURLToPath } from "node:url";
-import { Browser, TestServer, inFull, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, until } from "./test-server.mjs";
 
 let server, browser;
 before(async () => { [server, browser] = await Promise.all([TestServer.open(), Browser.open()]); });
@@ -15,7 +15,7 @@ const errorOf = (page, label) => page.getByLabel(label, { exact: true }).locator
 
 describe("the form", () => {
   test("shows an error beside its field while typing, and submits nothing until all errors are corrected", async () => {
-    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
+    const page = await browser.page(server, "/jobs/new", { expectedErrors: [/422/] });
     const lr = page.getByLabel("Learning rate", { exact: true });
     const asksBeforeLeaving = () => page.evaluate(() => !dispatchEvent(new Event("beforeunload", { cancelable: true })));
     assert.equal(await asksBeforeLeaving(), false);
@@ -45,7 +45,7 @@ describe("the form", () => {
   });
 
   test("has defaults as placeholders, finds a setting by its key, and restores what a preset replaced", async () => {
-    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
+    const page = await browser.page(server, "/jobs/new", { expectedErrors: [/422/] });
     await page.locator("details.more > summary").click();
     const momentum = page.getByLabel("Momentum", { exact: true });
     assert.deepEqual([await momentum.inputValue(), await momentum.getAttribute("placeholder")], ["", "0.9"]);
@@ -75,12 +75,12 @@ describe("the form", () => {
     await page.end();
   });
 
-  inFull("uses the dataset's validation split, and warns of its broken files before submission", async () => {
+  testInFullRun("uses the dataset's validation split, and warns of its broken files before submission", async () => {
     const hub = join(server.dir, "hub");
     await cp(fileURLToPath(new URL("../data/parquet/hub", import.meta.url)), hub, { recursive: true });
     await writeFile(join(hub, "data/train-00002-of-00002.parquet"), "no pictures");
     await server.ask("/datasets", { name: "pets", path: hub });
-    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
+    const page = await browser.page(server, "/jobs/new", { expectedErrors: [/422/] });
     const warnings = page.locator("#warnings"), broken = page.getByLabel("Broken files", { exact: true });
     assert.ok(!await warnings.isVisible());
     const lr = page.getByLabel("Learning rate", { exact: true }), suggested = await lr.inputValue() || await lr.getAttribute("data-default");
@@ -108,7 +108,7 @@ describe("the form", () => {
   });
 
   test("works without scripts", async () => {
-    const page = await browser.page(server, "/jobs/new", { javaScriptEnabled: false, expected: [/422/] });
+    const page = await browser.page(server, "/jobs/new", { javaScriptEnabled: false, expectedErrors: [/422/] });
     await page.getByLabel("Name", { exact: true }).fill("no script");
     await page.getByLabel("Learning rate", { exact: true }).fill("-1");
     await page.getByRole("button", { name: "Submit job" }).click();
@@ -147,7 +147,7 @@ describe("the form", () => {
   });
 
   test("submits a sweep that is edited in fields and in the job file, and the sweep's page compares its trials", async () => {
-    const page = await browser.page(server, "/jobs/new", { expected: [/422/, /TypeError/] });
+    const page = await browser.page(server, "/jobs/new", { expectedErrors: [/422/, /TypeError/] });
     await page.getByRole("link", { name: /Fashion-MNIST/ }).click();
     await page.locator("details.more > summary").click();
     for (const [label, value] of [["Epochs", ""], ["Steps", "20"], ["Image size", "8"], ["Global batch size", "8"], ["Ranks", "1"], ["Validation", "0.02"]]) {
@@ -193,8 +193,8 @@ describe("the form", () => {
     await page.end();
   });
 
-  inFull("accepts sizes by epoch, and suggests the nearest name for an unknown key of the job file", async () => {
-    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
+  testInFullRun("accepts sizes by epoch, and suggests the nearest name for an unknown key of the job file", async () => {
+    const page = await browser.page(server, "/jobs/new", { expectedErrors: [/422/] });
     const sizes = page.getByLabel("Image size", { exact: true }), jobFile = page.locator("#spec-text");
     await sizes.fill("1: 16, 2: 24");
     await until("the job file has the sizes", async () => /^image_size = \[\[1, 16\], \[2, 24\]\]$/m.test(await jobFile.inputValue()));
@@ -205,8 +205,8 @@ describe("the form", () => {
     await page.end();
   });
 
-  inFull("reports a missing dataset together with the other errors", async () => {
-    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
+  testInFullRun("reports a missing dataset together with the other errors", async () => {
+    const page = await browser.page(server, "/jobs/new", { expectedErrors: [/422/] });
     await page.locator("#spec-text").fill('name = "two mistakes"\n\n[data]\ndataset = "fashion-minst"\n\n[train]\nepochs = 1\nlr = -1\n');
     const error = page.locator("#spec-error");
     await until("both errors are shown", async () => /^data\.dataset: .*fashion-minst/m.test(await error.textContent()) && /^train\.lr: /m.test(await error.textContent()));

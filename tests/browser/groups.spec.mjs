@@ -5,7 +5,7 @@ import { after, before, describe, test } from "node:test";
 import { simulateAgent, spec } from "./agent.mjs";
 import { queryOf, sql } from "./five-jobs.mjs";
 import { assertViews } from "./looks.mjs";
-import { Browser, TestServer, inFull, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, until } from "./test-server.mjs";
 
 let server, browser;
 /** Columns: name, learning rate, seed, best accuracy (null: never evaluated), tags, owner. */
@@ -36,7 +36,7 @@ const group = (page, name) => page.locator(".group", { has: page.locator(".group
 const jobNames = (page, name) => group(page, name).locator("tr[data-id] [data-f=name]").allTextContents();
 
 describe("groups of the list", () => {
-  inFull("have heads of equal height, whatever states their jobs are in", async () => {
+  testInFullRun("have heads of equal height, whatever states their jobs are in", async () => {
     const page = await browser.page(server, "/jobs"), states = { running: 1, queued: 12, restarting: 1, paused: 2, succeeded: 240, failed: 3, cancelled: 10 };
     await page.route("**/api/v1/jobs/groups?*", async (route) => {
       const response = await route.fetch(), body = await response.json();
@@ -126,7 +126,7 @@ describe("groups of the list", () => {
     await page.end();
   });
 
-  inFull("have a checkbox that shows whether all, some or none of their jobs are selected", async () => {
+  testInFullRun("have a checkbox that shows whether all, some or none of their jobs are selected", async () => {
     const page = await browser.page(server, "/jobs?group_by=tag&sort=name&project=sweep"), box = page.getByLabel("Select the jobs of base");
     const state = () => box.evaluate(({ checked, indeterminate }) => (indeterminate ? "some" : checked ? "all" : "none"));
     await untilGrouped(page, "base,long,no tag");
@@ -146,7 +146,7 @@ describe("groups of the list", () => {
   });
 
   test("follow changes of jobs, and report an unknown key", async () => {
-    const page = await browser.page(server, "/jobs?group_by=project&sort=name&open=%5B%5B%22held%22%5D%5D", { expected: [/400/] });
+    const page = await browser.page(server, "/jobs?group_by=project&sort=name&open=%5B%5B%22held%22%5D%5D", { expectedErrors: [/400/] });
     await until("the open group lists its job", async () => (await jobNames(page, "held")).join() === "holder");
     const { id } = await server.ask("/jobs", { ...spec("later", 1, 100), project: "held" });
     await until("a new job is counted and shown", async () => (await jobNames(page, "held")).join() === "holder,later" && (await group(page, "held").locator(".group-head .c-state").textContent()) === "2 jobs", 20_000);
@@ -163,7 +163,7 @@ describe("groups of the list", () => {
     await page.end();
   });
 
-  inFull("load a hundred at a time, with means over all jobs of a group", async () => {
+  testInFullRun("load a hundred at a time, with means over all jobs of a group", async () => {
     sql(server, `WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1500)
       INSERT INTO jobs (id, name, state, priority, project, spec, ranks, last, best, created_at, finished_at, last_seq)
       SELECT substr(id, 1, length(id) - 5) || printf('%05d', i), 'many ' || i, 'succeeded', priority, 'many', json_set(spec, '$.train.seed', i % 150, '$.train.lr', 0.1 + i % 2), ranks, last,

@@ -7,7 +7,7 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { assertFits, savePicture, assertReadable } from "./looks.mjs";
-import { BINARY, Browser, TestServer, inFull, until } from "./test-server.mjs";
+import { BINARY, Browser, TestServer, testInFullRun, until } from "./test-server.mjs";
 
 let server, browser, job, dir;
 before(async () => {
@@ -56,7 +56,7 @@ describe("a model", () => {
     await page.end();
   });
 
-  inFull("is evaluated by nearest neighbours", async () => {
+  testInFullRun("is evaluated by nearest neighbours", async () => {
     const page = await browser.page(server, `/jobs/${job.id}?tab=evaluation`), [checkpoint] = (await server.ask(`/jobs/${job.id}/checkpoints`)).checkpoints;
     await page.getByRole("button", { name: "Nearest neighbours" }).click();
     await until("the accuracy of nearest neighbours is shown", async () => /right by 20 nearest/.test(await page.locator("#neighbours-sum").textContent()));
@@ -65,7 +65,7 @@ describe("a model", () => {
     await page.end();
   });
 
-  inFull("shows the sample count of its accuracy, and a fork's learning rate before the fork is submitted", async () => {
+  testInFullRun("shows the sample count of its accuracy, and a fork's learning rate before the fork is submitted", async () => {
     const page = await browser.page(server, `/jobs/${job.id}?tab=checkpoints`);
     assert.match(await page.locator("#checkpoints tr:first-child [data-f=accuracy]").textContent(), /^[0-9.]+ %( ± [0-9.]+| \(at (least|most) [0-9.]+ %\))? of 187/);
     await page.locator("#fork").click();
@@ -117,7 +117,7 @@ describe("a model", () => {
   });
 
   test("is registered under a name on its job's page, and the name's alias is moved to another version", async () => {
-    const page = await browser.page(server, `/jobs/${job.id}`, { expected: [/422/] }), dialog = page.locator("#register-dialog"), version = (n) => page.locator(`tr[data-version="${n}"]`);
+    const page = await browser.page(server, `/jobs/${job.id}`, { expectedErrors: [/422/] }), dialog = page.locator("#register-dialog"), version = (n) => page.locator(`tr[data-version="${n}"]`);
     await page.locator("#checkpoints tr").first().getByRole("button", { name: "Register: checkpoint 1-40", exact: true }).click();
     assert.equal(await dialog.getByRole("heading").textContent(), "Register checkpoint 1-40");
     await dialog.getByLabel("Model", { exact: true }).fill("two words");
@@ -162,7 +162,7 @@ describe("a model", () => {
     await page.end();
   });
 
-  inFull("is downloaded with all files, and is evaluated from its row", async () => {
+  testInFullRun("is downloaded with all files, and is evaluated from its row", async () => {
     const page = await browser.page(server, `/jobs/${job.id}`);
     const row = page.locator("#checkpoints tr").first();
     await row.getByText("Download", { exact: true }).click();
@@ -248,7 +248,7 @@ describe("data", () => {
     }
     execFileSync("python3", ["-m", "zipfile", "-c", join(dir, "photos.zip"), folder]);
     // The dataset is smaller than the form's batch, so the form shows an error.
-    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
+    const page = await browser.page(server, "/jobs/new", { expectedErrors: [/422/] });
     await page.getByRole("link", { name: "Upload pictures" }).click();
     const zipFile = page.getByLabel("Zip file");
     await zipFile.waitFor();  // The form is hidden until its script runs, and a file can be set in a hidden form.
@@ -275,8 +275,8 @@ describe("data", () => {
     await page.end();
   });
 
-  inFull("in a folder is inspected while the folder's path is typed", async () => {
-    const page = await browser.page(server, "/datasets", { expected: [/422/] });
+  testInFullRun("in a folder is inspected while the folder's path is typed", async () => {
+    const page = await browser.page(server, "/datasets", { expectedErrors: [/422/] });
     await page.getByLabel("Folder on the training machine").fill("/nowhere/at/all");
     await until("the folder is reported as missing", async () => (await page.locator("#d-path-error").textContent()) !== "");
     await page.getByLabel("Folder on the training machine").fill(new URL("../../assets/fashion-mnist", import.meta.url).pathname);

@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { Browser, TestServer, inFull, losses, pixels, state, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, losses, pixels, state, until } from "./test-server.mjs";
 
 let server, browser;
 before(async () => { [server, browser] = await Promise.all([TestServer.open(), Browser.open()]); });
@@ -79,7 +79,7 @@ describe("a job", () => {
     await page.end();
   });
 
-  inFull("has a page without large empty spaces", async () => {
+  testInFullRun("has a page without large empty spaces", async () => {
     const { jobs: [job] } = await server.ask("/jobs");
     for (const width of [1440, 1920]) {
       const page = await browser.page(server, `/jobs/${job.id}`, { viewport: { width, height: 1000 } }), box = (selector) => page.locator(selector).boundingBox();
@@ -142,7 +142,7 @@ describe("a job", () => {
     await page.end();
   });
 
-  inFull("with an unreadable setting names the setting and the remedy", async () => {
+  testInFullRun("with an unreadable setting names the setting and the remedy", async () => {
     const { id } = await server.submit({ name: "of another age", train: { steps: 5 } });
     await until("the job has succeeded", async () => (await server.job(id)).state === "succeeded");
     const page = await browser.page(server, `/jobs/${id}`);
@@ -164,7 +164,7 @@ db.commit()`, join(server.dir, "lockstep.db"), id]);
 
   test("has each point once on a page that was open when the server crashed", async () => {
     const { id } = await server.submit({ name: "survivor", train: { steps: 100_000 } });
-    const page = await browser.page(server, `/jobs/${id}`, { expected: [/ERR_CONNECTION|WebSocket|Failed to load/] });
+    const page = await browser.page(server, `/jobs/${id}`, { expectedErrors: [/ERR_CONNECTION|WebSocket|Failed to load/] });
     await until("both ranks train", async () => {
       const curves = await losses(page);
       return curves["rank 0"]?.points > 5 && curves["rank 1"]?.points > 5;

@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { after, before, test } from "node:test";
 import { focused, trainByKeyboard } from "./by-keys.mjs";
-import { Browser, TestServer, inFull, losses, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, losses, until } from "./test-server.mjs";
 
 let server, browser;
 before(async () => { [server, browser] = await Promise.all([TestServer.open({ dataset: false }), Browser.open()]); });
@@ -11,7 +11,7 @@ after(async () => { await browser?.close(); await server?.close(); });
 
 test("a job is submitted, followed and cancelled by keyboard only", () => trainByKeyboard(server, browser, { width: 1440, height: 900 }));
 
-inFull("a tab of a job scrolls into view when a key or a link opens it", async () => {
+testInFullRun("a tab of a job scrolls into view when a key or a link opens it", async () => {
   const { jobs: [job] } = await server.ask("/jobs"), viewport = { width: 1440, height: 700 };
   const page = await browser.page(server, `/jobs/${job.id}`, { viewport });
   const isInView = (panel) => page.locator(panel).evaluate((node) => { const { top } = node.getBoundingClientRect(); return !node.hidden && top >= 0 && top < innerHeight * 0.8; });

@@ -6,7 +6,7 @@ import { after, before, describe, test } from "node:test";
 import { spec } from "./agent.mjs";
 import { assertViews } from "./looks.mjs";
 import { columnHead, jobNames, queryOf, removeJob, sql, submitFiveJobs, untilListed } from "./five-jobs.mjs";
-import { Browser, TestServer, inFull, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, until } from "./test-server.mjs";
 
 let server, browser, agent;
 
@@ -36,7 +36,7 @@ describe("the heads of the columns", () => {
     await page.end();
   });
 
-  inFull("sort by state and by progress, with the most advanced jobs first", async () => {
+  testInFullRun("sort by state and by progress, with the most advanced jobs first", async () => {
     ["anna", "berta", "carl", "dora"].forEach((name, i) => sql(server, `UPDATE jobs SET step = ${[30, 10, 40, 20][i]} WHERE name = '${name}'`));
     const page = await browser.page(server, "/jobs");
     await columnHead(page, "Progress").click();
@@ -71,7 +71,7 @@ describe("the heads of the columns", () => {
     await page.end();
   });
 
-  inFull("are links without scripts", async () => {
+  testInFullRun("are links without scripts", async () => {
     const page = await browser.page(server, "/jobs?project=vision", { javaScriptEnabled: false });
     await page.getByRole("columnheader", { name: "Loss" }).getByRole("link").click();
     await untilListed(page, "berta,anna");
@@ -84,7 +84,7 @@ describe("the heads of the columns", () => {
 
 describe("the filters", () => {
   test("show settings and days as chips, and report invalid filters", async () => {
-    const page = await browser.page(server, "/jobs?sort=name", { expected: [/400/] });
+    const page = await browser.page(server, "/jobs?sort=name", { expectedErrors: [/400/] });
     await page.locator(".narrow summary").click();
     const add = async (words) => { await page.getByLabel("A setting or result: ").fill(words); await page.keyboard.press("Enter"); };
     await add("train.lr >= 0.2");
@@ -131,8 +131,8 @@ describe("the filters", () => {
     await page.end();
   });
 
-  inFull("accept a setting without its table if only one table has the setting", async () => {
-    const page = await browser.page(server, "/jobs?sort=name", { expected: [/400/] });
+  testInFullRun("accept a setting without its table if only one table has the setting", async () => {
+    const page = await browser.page(server, "/jobs?sort=name", { expectedErrors: [/400/] });
     await page.locator(".narrow summary").click();
     const add = async (words) => { await page.getByLabel("A setting or result: ").fill(words); await page.keyboard.press("Enter"); };
     await add("lr > 0.1");
@@ -240,7 +240,7 @@ describe("views", () => {
 
 describe("several jobs at once", () => {
   test("stay selected if an action fails for them, with the reason, and no action is repeated for the others", async () => {
-    const page = await browser.page(server, "/jobs", { expected: [/409/] }), { jobs } = await server.ask("/jobs?fields=id,name"), asked = [];
+    const page = await browser.page(server, "/jobs", { expectedErrors: [/409/] }), { jobs } = await server.ask("/jobs?fields=id,name"), asked = [];
     let refuses = true;
     // Simulates a server that refuses actions on anna. Actions on other jobs succeed without effect.
     await page.route(/\/api\/v1\/jobs\/[^/?]+(\/retry)?$/, (route) => {
@@ -278,7 +278,7 @@ describe("columns", () => {
       const attempt = await window.simulatedAgent.attempt(id), column = (name, ...values) => ({ name, steps: values.map((_, i) => i + 1), values });
       await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 10, start_step: 0 }, { type: "metrics", rank: 0, columns: [column("grad_norm", 2.5, 0.5), column("step_ms", 12, 14), column("cpu_utilization", 0.25)] }]);
     }, id);
-    const page = await browser.page(server, "/jobs?columns=loss,grad_norm,step_ms&sort=-grad_norm", { expected: [/400/] });
+    const page = await browser.page(server, "/jobs?columns=loss,grad_norm,step_ms&sort=-grad_norm", { expectedErrors: [/400/] });
     const cell = (key) => page.locator(`tr[data-id="${id}"] [data-key="${key}"]`).textContent();
     await until("both values are shown", async () => (await cell("grad_norm")) === "0.5000" && (await cell("step_ms")) === "14.0 ms");
     assert.equal((await jobNames(page))[0], "holder");
@@ -300,7 +300,7 @@ describe("columns", () => {
     assert.match((await refused.json()).detail, /no metric "grad_nrom" here; did you mean "grad_norm"\?/);
   });
 
-  inFull("can all be hidden, also after a reload", async () => {
+  testInFullRun("can all be hidden, also after a reload", async () => {
     const page = await browser.page(server, "/jobs"), heads = () => page.locator("#jobs thead th:visible").evaluateAll((all) => all.map((th) => th.innerText.trim()).filter(Boolean).join());
     await page.locator("#columns > summary").click();
     for (const box of await page.locator("#own-columns input").all()) await box.uncheck();
@@ -314,7 +314,7 @@ describe("columns", () => {
     await page.end();
   });
 
-  inFull("of tags and of settings with several values can be sorted", async () => {
+  testInFullRun("of tags and of settings with several values can be sorted", async () => {
     const page = await browser.page(server, "/jobs?columns=loss,tag:warm up,train.milestones&sort=name");
     await untilListed(page, "anna,berta,carl,dora,holder");
     await columnHead(page, "#warm up").click();
@@ -340,7 +340,7 @@ describe("columns", () => {
 });
 
 describe("reasons", () => {
-  inFull("wrap on a narrow phone, and short reasons are never cut", async () => {
+  testInFullRun("wrap on a narrow phone, and short reasons are never cut", async () => {
     const waiting = (await server.ask("/jobs", spec("waits", 1, 100))).id, cancelled = (await server.ask("/jobs", { ...spec("over", 1, 100), tags: ["a-tag-that-is-long-enough-to-take-all"] })).id;
     await server.ask(`/jobs/${cancelled}/cancel`, {});
     const page = await browser.page(server, "/jobs", { viewport: { width: 320, height: 800 } }), reason = (id) => page.locator(`tr[data-id="${id}"] [data-f=reason]`);
@@ -354,7 +354,7 @@ describe("reasons", () => {
 });
 
 describe("long names", () => {
-  inFull("are cut between two words, with the whole name in the tooltip, in rows of equal height", async () => {
+  testInFullRun("are cut between two words, with the whole name in the tooltip, in rows of equal height", async () => {
     const names = ["imagenet/resnet50-lr0.1-wd0.0001_a-very-long-name-that-goes-on-and-on/of-a-run/seed-3.take-two", `${"a sentence of words ".repeat(7)}and its end`, "x".repeat(120)], ids = [];
     for (const name of names) ids.push((await server.ask("/jobs", spec(name, 1, 100))).id);
     const page = await browser.page(server, "/jobs"), link = (n) => page.locator(`tr[data-id="${ids[n]}"] [data-f=name]`);
@@ -410,7 +410,7 @@ async function measureCut(page, node) {
 }
 
 describe("a cut name", () => {
-  inFull("ends between two words before the ellipsis, at any width", async () => {
+  testInFullRun("ends between two words before the ellipsis, at any width", async () => {
     const names = ["imagenet/resnet50-lr0.1-wd0.0001_a-very-long-name-that-goes-on-and-on/of-a-run/seed-3.take-two", "data_of_last_winter/with_augmentation/and_without_it/on_eight_cards/and_once_more/seed_31415"], ids = [];
     for (const name of names) ids.push((await server.ask("/jobs", { ...spec(name, 1, 100), project: "a-project-with-a-name-of-forty-characters" })).id);
     const page = await browser.page(server, "/jobs");
@@ -432,7 +432,7 @@ describe("a cut name", () => {
     for (const id of ids) await removeJob(server, id);
   });
 
-  inFull("in an added column keeps its end, with the whole text in the tooltip", async () => {
+  testInFullRun("in an added column keeps its end, with the whole text in the tooltip", async () => {
     const body = spec("short", 1, 100), { id } = await server.ask("/jobs", body), page = await browser.page(server, "/jobs?columns=progress,project,model.arch,train.label_smoothing");
     await server.ask(`/jobs/${id}/cancel`, {});
     const ofProject = await server.ask("/jobs", { ...body, name: "of a long project", project: "pictures-of-last-winter" });
@@ -449,7 +449,7 @@ describe("a cut name", () => {
 });
 
 describe("jobs that wait", () => {
-  inFull("show their place in the queue and the reason why they wait", async () => {
+  testInFullRun("show their place in the queue and the reason why they wait", async () => {
     const { id } = await server.ask("/jobs", spec("patient", 1, 100)), row = (page) => page.locator(`tr[data-id="${id}"] [data-f=reason]`);
     const page = await browser.page(server, "/jobs");
     await until("the job is the first", async () => /^place 1 in the queue · /.test(await row(page).getAttribute("title")));

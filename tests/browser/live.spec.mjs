@@ -4,7 +4,7 @@
 import assert from "node:assert/strict";
 import { after, afterEach, before, describe, test } from "node:test";
 import { simulateAgent, spec } from "./agent.mjs";
-import { Browser, TestServer, inFull, losses, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, losses, until } from "./test-server.mjs";
 
 const RANKS = 4;
 let server, browser, agent, runningJob = null;
@@ -273,7 +273,7 @@ describe("a page that stays open", () => {
     await page.end();
   });
 
-  inFull("notifies of an end once in every list, while it is hidden and draws no frame", async () => {
+  testInFullRun("notifies of an end once in every list, while it is hidden and draws no frame", async () => {
     for (const [where, path] of Object.entries({ all: "/jobs", running: "/jobs?state=running", groups: "/jobs?group_by=project&open=%5B%5B%22default%22%5D%5D" })) {
       const job = await startJob(`ends in the list of ${where}`, 10), page = await browser.page(server, "/static/icon.svg");
       await recordNotifications(page);
@@ -292,7 +292,7 @@ describe("a page that stays open", () => {
     }
   });
 
-  inFull("notifies of an end that the list shows before the stream reports it, and of an end before the list is first read", async () => {
+  testInFullRun("notifies of an end that the list shows before the stream reports it, and of an end before the list is first read", async () => {
     for (const wasRead of [true, false]) {
       const job = await startJob(`ends ${wasRead ? "between two readings" : "before any reading"}`, 10), page = await browser.page(server, "/static/icon.svg"), heldMessages = [];
       let holdsEnd = false, socket = null;
@@ -323,7 +323,7 @@ describe("a page that stays open", () => {
     }
   });
 
-  inFull("follows a job's end in a browser without local storage", async () => {
+  testInFullRun("follows a job's end in a browser without local storage", async () => {
     const job = await startJob("nothing is kept", 10), page = await browser.page(server, "/static/icon.svg");
     await page.context().addInitScript(() => Object.defineProperty(window, "localStorage", { get() { throw new DOMException("blocked", "SecurityError"); } }));
     await page.goto(`${server.url}/jobs`);
@@ -334,7 +334,7 @@ describe("a page that stays open", () => {
     await page.end();
   });
 
-  inFull("says why notifications are unavailable, and what to do", async () => {
+  testInFullRun("says why notifications are unavailable, and what to do", async () => {
     const cases = [
       ["the browser denies notifications", () => { window.Notification = class { static permission = "denied"; static async requestPermission() { return "denied"; } }; }, /has been told not to.*Allow them in its settings/],
       ["the page comes over plain HTTP from another machine", () => Object.defineProperty(window, "isSecureContext", { value: false }), /over HTTPS or from this machine\..*--tls-own-ca/],

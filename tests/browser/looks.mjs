@@ -108,7 +108,7 @@ export async function assertViews(page, where, views = TWO_VIEWS) {
  * the page is complete, and `act(page)` runs then. If `act` opens a dialog, the dialog is checked instead of the page.
  */
 export async function checkPage(browser, server, path, name, { views = ALL_VIEWS, ready, prepare, act, options = {} } = {}) {
-  const [colorScheme, width] = views[0], defaults = { colorScheme, viewport: { width, height: 900 }, reducedMotion: "reduce", expected: [/404|422/] };
+  const [colorScheme, width] = views[0], defaults = { colorScheme, viewport: { width, height: 900 }, reducedMotion: "reduce", expectedErrors: [/404|422/] };
   const page = await browser.page(server, prepare ? "/docs" : path, { ...defaults, ...options });
   if (prepare) { await prepare(page); await page.goto(server.url + path); }
   await until("the page has a heading", () => page.locator("h1").first().isVisible());

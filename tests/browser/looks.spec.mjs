@@ -5,7 +5,7 @@
 import { after, before, describe, test } from "node:test";
 import { PAGES, fillServer } from "./crowded.mjs";
 import { ALL_VIEWS, TWO_VIEWS, checkPage } from "./looks.mjs";
-import { Browser, IS_FULL, TestServer, inFull, signIn } from "./test-server.mjs";
+import { Browser, IS_FULL, TestServer, testInFullRun, signIn } from "./test-server.mjs";
 
 const views = IS_FULL ? ALL_VIEWS : TWO_VIEWS;
 let server, emptyServer, authServer, browser, jobs;
@@ -24,7 +24,7 @@ describe("a page of an empty server fits, is readable and accessible:", () => {
   // Without the server's token, `browser.page` does not sign in.
   test("sign-in", () => checkPage(browser, { url: authServer.url }, "/login?next=%2Fjobs", "login", { views: TWO_VIEWS }));
   test("the list of a member", () => checkPage(browser, { url: authServer.url }, "/jobs", "empty-jobs-of-a-member", {
-    views: TWO_VIEWS, prepare: (page) => signIn(page.context(), authServer, "member"), options: { expected: [/401|404/] },
+    views: TWO_VIEWS, prepare: (page) => signIn(page.context(), authServer, "member"), options: { expectedErrors: [/401|404/] },
   }));
-  for (const path of ["/jobs", "/jobs/new", "/compare", "/datasets", "/machines", "/queue", "/audit", "/sweeps", "/models"]) inFull(path, () => checkPage(browser, emptyServer, path, `empty${path.replaceAll("/", "-")}`));
+  for (const path of ["/jobs", "/jobs/new", "/compare", "/datasets", "/machines", "/queue", "/audit", "/sweeps", "/models"]) testInFullRun(path, () => checkPage(browser, emptyServer, path, `empty${path.replaceAll("/", "-")}`));
 });

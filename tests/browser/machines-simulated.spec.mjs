@@ -8,7 +8,7 @@ import { dirname, join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { simulateAgent, spec } from "./agent.mjs";
 import { assertAccessible } from "./looks.mjs";
-import { BINARY, Browser, TestServer, inFull, until } from "./test-server.mjs";
+import { BINARY, Browser, TestServer, testInFullRun, until } from "./test-server.mjs";
 
 let server, browser, agent;
 /** The id of the job that the first test starts and the test of findings ends. */
@@ -58,7 +58,7 @@ describe("machines with GPUs", () => {
     await page.end();
   });
 
-  inFull("show charts of the loss scale and the skipped steps for a float16 job", async () => {
+  testInFullRun("show charts of the loss scale and the skipped steps for a float16 job", async () => {
     const body = spec("half", 1, 100);
     body.parallel.device = "cuda";
     body.train.precision = "fp16";
@@ -111,7 +111,7 @@ describe("machines", () => {
     await rm(dir, { recursive: true, force: true });
   });
 
-  inFull("that join need a reachable URL: the page explains --advertise and --listen", async () => {
+  testInFullRun("that join need a reachable URL: the page explains --advertise and --listen", async () => {
     const page = await browser.page(server, "/machines"), joinCard = page.locator(".join");
     assert.match(await joinCard.innerText(), /only this machine reaches it/);
     assert.match(await joinCard.innerText(), /--advertise ADDRESS/);

@@ -9,7 +9,7 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import Provider from "oidc-provider";
-import { BINARY, Browser, TestServer, freePort, inFull, until } from "./test-server.mjs";
+import { BINARY, Browser, TestServer, freePort, testInFullRun, until } from "./test-server.mjs";
 
 const SECRET = "a client's secret: &=+%";
 let folder, server, browser, issuer, providerServer;
@@ -116,7 +116,7 @@ describe("an OpenID provider", () => {
     await page.context().close();
   });
 
-  inFull("with a private CA is not trusted without --oidc-ca", async () => {
+  testInFullRun("with a private CA is not trusted without --oidc-ca", async () => {
     const withoutCa = await TestServer.open({ dataset: false, agent: false, auth: true, options: ["--oidc-issuer", issuer, "--oidc-client-id", "lockstep"] });
     try {
       const page = await openStranger();
@@ -130,7 +130,7 @@ describe("an OpenID provider", () => {
     }
   });
 
-  inFull("decides by groups who is an admin; a cancelled sign-in is reported; a removed person cannot sign in", async () => {
+  testInFullRun("decides by groups who is an admin; a cancelled sign-in is reported; a removed person cannot sign in", async () => {
     const page = await openStranger();
     await page.goto(`${server.url}/people`);
     await page.click("#provider");

@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
 import { savePicture } from "./looks.mjs";
-import { Browser, TestServer, inFull, losses, state, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, losses, state, until } from "./test-server.mjs";
 
 let server, browser, finished;
 before(async () => {
@@ -14,9 +14,9 @@ before(async () => {
 after(async () => { await browser?.close(); await server?.close(); });
 
 describe("pages", () => {
-  inFull("load in all tabs that are reloaded at the same time", async () => {
+  testInFullRun("load in all tabs that are reloaded at the same time", async () => {
     // A reload may interrupt the opening of a socket, which Chromium reports.
-    const page = await browser.page(server, "/jobs", { expected: [/WebSocket is closed before the connection is established/] });
+    const page = await browser.page(server, "/jobs", { expectedErrors: [/WebSocket is closed before the connection is established/] });
     const tabs = [page, await page.tab(`/jobs/${finished.id}`), await page.tab("/jobs"), await page.tab(`/jobs/${finished.id}`)];
     for (let round = 0; round < 3; round++) {
       const responses = await Promise.all(tabs.map((tab) => tab.reload()));
@@ -46,7 +46,7 @@ describe("pages", () => {
   });
 
   test("show an error in a webhook beside its field and keep the other values, and the audit log describes the attempt", async () => {
-    const page = await browser.page(server, "/webhooks", { expected: [/422/] });
+    const page = await browser.page(server, "/webhooks", { expectedErrors: [/422/] });
     await page.getByLabel("URL").fill("http://127.0.0.1/hook");
     await page.getByLabel("Format").selectOption("slack");
     await page.getByLabel("Project").fill("vision");

@@ -6,7 +6,7 @@ import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
 import { simulateAgent, spec } from "./agent.mjs";
 import { assertAccessible, assertViews } from "./looks.mjs";
-import { Browser, TestServer, inFull, losses, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, losses, until } from "./test-server.mjs";
 
 const STEPS = 60;
 let server, browser, agent, job, otherJob;
@@ -64,7 +64,7 @@ const lines = (page, index) => page.evaluate((index) => {
 
 describe("panels", () => {
   test("are added, shown to other people, changed and removed", async () => {
-    const page = await open(undefined, { expected: [/422/] }), dialog = page.locator("#panel-dialog");
+    const page = await open(undefined, { expectedErrors: [/422/] }), dialog = page.locator("#panel-dialog");
     assert.match(await page.locator("#custom-note").textContent(), /None yet/);
     await page.getByRole("button", { name: "Add a panel" }).click();
     await dialog.getByRole("button", { name: "Save", exact: true }).click();
@@ -116,7 +116,7 @@ describe("panels", () => {
     await page.end();
   });
 
-  inFull("ignore outliers, and are saved with units on their axes", async () => {
+  testInFullRun("ignore outliers, and are saved with units on their axes", async () => {
     const axisEnd = {};
     for (const robust of [false, true]) {
       await savePanels([panel("Both", ["grad_norm", "step_ms"], { robust })]);
@@ -162,9 +162,9 @@ describe("panels", () => {
     await page.end();
   });
 
-  inFull("return to their order when the server refuses a move", async () => {
+  testInFullRun("return to their order when the server refuses a move", async () => {
     await savePanels(["a", "b"].map((title) => panel(title, ["loss"])));
-    const page = await open(undefined, { expected: [/503|Failed to load/] });
+    const page = await open(undefined, { expectedErrors: [/503|Failed to load/] });
     await page.route("**/panels", (route) => route.fulfill({ status: 503, contentType: "application/problem+json", body: JSON.stringify({ detail: "the database is away" }) }));
     await page.getByRole("button", { name: /^Move a,/ }).focus();
     await page.keyboard.press("ArrowRight");
@@ -231,7 +231,7 @@ describe("layers", () => {
     await page.end();
   });
 
-  inFull("show a plan's predicted figures, and each rank its position in the mesh", async () => {
+  testInFullRun("show a plan's predicted figures, and each rank its position in the mesh", async () => {
     await agent.evaluate(async (id) => {
       const layer = (name, placement) => ({ name, kind: "linear", output_shape: [10], parameters: 650, time_us: 210.5, plan: { placement, memory_bytes: 2_500_000, sent_bytes: 0, time_us: 200.5 } });
       const plan = {
@@ -252,7 +252,7 @@ describe("layers", () => {
     await page.end();
   });
 
-  inFull("have no tab on the page of a job that has not reported them", async () => {
+  testInFullRun("have no tab on the page of a job that has not reported them", async () => {
     const { id } = await server.ask("/jobs", spec("quiet", 2, 10));
     const page = await browser.page(server, `/jobs/${id}?tab=network`);
     await until("the log is open instead", () => page.locator("#log-panel").isVisible());

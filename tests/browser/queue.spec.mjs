@@ -21,7 +21,7 @@ const row = (page, name) => page.locator(".queue tbody tr").filter({ has: page.l
 
 describe("the queue", () => {
   test("fills and empties without a reload", async () => {
-    const page = await browser.page(server, "/queue", { expected: [/422/] });
+    const page = await browser.page(server, "/queue", { expectedErrors: [/422/] });
     assert.ok(await page.getByRole("heading", { name: "Nothing waits" }).isVisible());
     assert.equal(await page.locator("#summary").textContent(), "0 jobs wait");
     assert.equal(await page.getByRole("navigation", { name: "Pages" }).getByRole("link", { name: "Queue" }).getAttribute("aria-current"), "page");

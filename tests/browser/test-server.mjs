@@ -20,7 +20,7 @@ const TIMEOUT_MS = 120_000;
 
 export const IS_FULL = process.env.LOCKSTEP_FULL !== undefined;
 /** A test that only `npm run full` runs: of a detail, of a rare layout, or of something that a quick test also covers. */
-export const inFull = IS_FULL ? test : () => {};
+export const testInFullRun = IS_FULL ? test : () => {};
 
 /** Waits until `check` returns a true value and returns this value. Fails with `what` after `timeout` milliseconds. Polls with growing pauses. */
 export async function until(what, check, timeout = TIMEOUT_MS) {
@@ -159,9 +159,9 @@ export class Browser {
     return browser;
   }
 
-  /** Opens a page at `path`. `expected`: patterns of console errors that the test provokes, such as a response of status 422.
+  /** Opens a page at `path`. `expectedErrors`: patterns of console errors that the test provokes, such as a response of status 422.
    *  `page.tab(path)` opens a second page of the same session. `page.end()` closes both and fails the test if a page had an error. */
-  async page(server, path, { expected = [], ...options } = {}) {
+  async page(server, path, { expectedErrors = [], ...options } = {}) {
     const context = await this.chromium.newContext({ viewport: { width: 1440, height: 1000 }, reducedMotion: "reduce", ...options });
     // With LOCKSTEP_STATIC, scripts and styles come from the source tree, so that a change needs no build.
     if (process.env.LOCKSTEP_STATIC) await context.route("**/static/**", (route) => route.fulfill({ path: join(ROOT, new URL(route.request().url()).pathname.replace(/\/v-[^/]+/, "")) }));
@@ -175,15 +175,15 @@ export class Browser {
     context.setDefaultNavigationTimeout(TIMEOUT_MS);
     const page = await context.newPage();
     page.faults = [];
-    this.watch(page, server, expected);
-    page.tab = async (path) => { const tab = await context.newPage(); tab.faults = page.faults; this.watch(tab, server, expected); await tab.goto(server.url + path); return tab; };
+    this.watch(page, server, expectedErrors);
+    page.tab = async (path) => { const tab = await context.newPage(); tab.faults = page.faults; this.watch(tab, server, expectedErrors); await tab.goto(server.url + path); return tab; };
     page.end = async () => { await context.close(); assert.deepEqual(page.faults, [], "the page had no errors"); };
     await page.goto(server.url + path);
     return page;
   }
 
-  watch(page, server, expected) {
-    const fault = (what) => { if (!expected.some((e) => e.test(what))) page.faults.push(what); };
+  watch(page, server, expectedErrors) {
+    const fault = (what) => { if (!expectedErrors.some((e) => e.test(what))) page.faults.push(what); };
     page.on("console", (m) => { if (m.type() === "error" || m.type() === "warning") fault(`console: ${m.text()} ${m.location().url}`); });
     page.on("pageerror", (error) => fault(`error: ${error.stack}`));
     page.on("request", (r) => { if (!r.url().startsWith(`${server.url}/`) && !r.url().startsWith("data:")) fault(`request to ${r.url()}`); });

@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
 import { assertAccessible } from "./looks.mjs";
-import { Browser, TestServer, inFull, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, until } from "./test-server.mjs";
 
 let server, browser, job;
 const password = (name) => `a password of ${name}`;
@@ -93,8 +93,8 @@ describe("a member", () => {
 });
 
 describe("error pages", () => {
-  inFull("show who is signed in", async () => {
-    const page = await openAs("vera", "/nowhere", { expected: [/404/, /403/] });
+  testInFullRun("show who is signed in", async () => {
+    const page = await openAs("vera", "/nowhere", { expectedErrors: [/404/, /403/] });
     for (const path of ["/nowhere", "/jobs/j00000000000000000000000000", "/docs/nowhere", "/people"]) {
       const response = await page.goto(server.url + path);
       assert.ok([403, 404].includes(response.status()), path);

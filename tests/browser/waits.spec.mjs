@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
 import { simulateAgent, spec } from "./agent.mjs";
 import { assertFits } from "./looks.mjs";
-import { Browser, TestServer, inFull, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, until } from "./test-server.mjs";
 
 const PATH = `/data/imagenet-subset/train/${"n01440764-with-a-long-name/".repeat(4)}n01440764_10026.JPEG`;
 let server, browser, agent;
@@ -56,7 +56,7 @@ describe("a job that starts again", () => {
 
 describe("a job that waits", () => {
   test("can get another priority on its page", async () => {
-    const id = await submit("overtaken", 2, { priority: 1 }), page = await browser.page(server, `/jobs/${id}`, { expected: [/422/] });
+    const id = await submit("overtaken", 2, { priority: 1 }), page = await browser.page(server, `/jobs/${id}`, { expectedErrors: [/422/] });
     const priority = page.locator(".title").getByLabel("Priority");
     await untilShows(page, "#banner", /number 1 in the queue/);
     assert.equal(await priority.inputValue(), "1");
@@ -77,7 +77,7 @@ describe("a job that waits", () => {
 });
 
 describe("a reason", () => {
-  inFull("has precedence over tags in a narrow row", async () => {
+  testInFullRun("has precedence over tags in a narrow row", async () => {
     const tags = ["a-tag-that-is-forty-characters-long-trul", "another-of-the-same-length-or-about-that"];
     const { id } = await server.ask("/jobs", { ...spec("tagged", 1, 600), tags });
     for (const width of [1024, 1440, 1920]) {
@@ -112,7 +112,7 @@ describe("a reason", () => {
     }
   });
 
-  inFull("has long paths cut between two folders, and whole in the tooltip", async () => {
+  testInFullRun("has long paths cut between two folders, and whole in the tooltip", async () => {
     await agent.endAttempt(await agent.attempt(jobs.urgent.id), { how: "succeeded", step: 600 });
     const attempt = await agent.attempt(jobs.killed.id, 2);
     await begin(attempt);

@@ -1,10 +1,10 @@
-//! Crashes, and errors as of a full disk, at every point of writing a checkpoint and of the database's transactions.
-//! `LOCKSTEP_FAULT` injects them one after the other.
+//! The server or a rank crashes, or a write fails as on a full disk, at every point of writing a checkpoint and of the database's
+//! transactions. `LOCKSTEP_FAULT` injects these faults one after the other.
 
 use crate::{
     judge::{
-        CHECKPOINT_STEPS, Row, SLOW_STEPS, STEPS, judge, spec, start, trained_weights, undisturbed_weights,
-        variables, wait_for_step,
+        CHECKPOINT_STEPS, FaultRow, SLOW_STEPS, STEPS, assert_undisturbed_result, spec, start,
+        trained_weights, undisturbed_weights, variables, wait_for_step,
     },
     postgres,
     server::{Server, number, signal, training_permit},
@@ -17,13 +17,13 @@ use serde_json::{Value, json};
 use std::time::Duration;
 
 /// Faults that each occur once, when their point is passed for the `nth` time. A fault then writes a file with the point's name (its mark)
-/// into `folder`.
+/// into `folder`. The fault `hold` waits until the test writes to its mark.
 fn faults(folder: &std::path::Path, points: &[&str], action: &str, nth: u32) -> Vec<(String, String)> {
     let fault = |point: &&str| format!("{point}:{action}@{nth}:{}", folder.join(point).display());
     vec![("LOCKSTEP_FAULT".into(), points.iter().map(fault).collect::<Vec<_>>().join(","))]
 }
 
-/// Adds steps of at least 20 ms to the faults.
+/// Also makes every training step take at least 20 ms.
 fn with_slow_steps(mut environment: Vec<(String, String)>) -> Vec<(String, String)> {
     environment[0].1 += &format!(",{}", SLOW_STEPS.1);
     environment
@@ -40,8 +40,8 @@ async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
         let environment = faults(marks.path(), points, "kill", 2);
         let server = start(None, environment).await;
         let id = server.submit(&spec("disturbed", STEPS)).await;
-        let row = Row::begin(&format!("kill -9 at {}", points.join(", ")));
-        judge(&server, &id, STEPS, &model, &[]).await;
+        let row = FaultRow::begin(&format!("kill -9 at {}", points.join(", ")));
+        assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
         let attempts = number(&server.job(&id).await["attempt"]);
         assert_eq!(attempts, 1 + points.len() as u64, "one crash at each of {points:?}");
         for point in points {
@@ -54,7 +54,7 @@ async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
             .filter(|name| name.starts_with(".tmp"))
             .collect();
         assert!(temporary.is_empty(), "temporary files of a dead writer are removed: {temporary:?}");
-        row.passed("same weights, nothing half done left");
+        row.passed("same weights, no temporary files left");
         server.stop().await;
     }
 }
@@ -71,8 +71,9 @@ async fn the_disk_may_be_full_at_every_step_of_writing_a_checkpoint() {
     let environment = faults(marks.path(), points, "error", 2);
     let server = start(None, environment).await;
     let id = server.submit(&frequent).await;
-    let row = Row::begin(&format!("disk full at each of {} points of writing a checkpoint", points.len()));
-    judge(&server, &id, STEPS, &model, &[]).await;
+    let row =
+        FaultRow::begin(&format!("disk full at each of {} points of writing a checkpoint", points.len()));
+    assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "training continued");
     let logged = server.cli(&["logs", &id, "--rank", "0"]);
     for point in points {
@@ -89,7 +90,7 @@ async fn the_disk_may_be_full_at_every_step_of_writing_a_checkpoint() {
 }
 
 #[tokio::test]
-async fn a_checkpoint_in_progress_when_another_rank_dies_is_used() {
+async fn a_checkpoint_being_written_survives_the_death_of_another_rank() {
     let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
     let model = undisturbed_weights(STEPS).await;
@@ -100,20 +101,21 @@ async fn a_checkpoint_in_progress_when_another_rank_dies_is_used() {
     server.until("the second checkpoint is being written", async |_: &Server| mark.exists()).await;
     wait_for_step(&server, &id, 2 * CHECKPOINT_STEPS + 10).await;
     let (_, rank) = server.ranks(&id).remove(1);
-    let mut row = Row::begin("kill -9 of the last rank while rank 0 writes a checkpoint");
+    let mut row = FaultRow::begin("kill -9 of the last rank while rank 0 writes a checkpoint");
     signal(rank.pid, Signal::KILL);
     server
         .until("the rank has ended", async |s: &Server| s.ranks(&id).iter().all(|(rank, _)| *rank != 1))
         .await;
-    std::fs::write(&mark, "go on").expect("its mark");
+    // Ends the fault `hold`.
+    std::fs::write(&mark, "go on").expect("the mark");
     row.wait_until_recovered(&server, &id, 1).await;
-    judge(&server, &id, STEPS, &model, &[]).await;
+    assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;
     let plan = events.iter().rfind(|e| e["type"] == "plan").expect("the second attempt's plan");
     // Training may have reached the next checkpoint meanwhile.
     assert!(number(&plan["start_step"]) >= 2 * CHECKPOINT_STEPS, "{plan}");
     assert_eq!(number(&server.job(&id).await["attempt"]), 2);
-    row.passed("it is completed and reported, and training continues from it");
+    row.passed("the checkpoint is completed and reported, and training continues from it");
     server.stop().await;
 }
 
@@ -125,7 +127,7 @@ async fn the_last_checkpoint_waits_for_disk_space() {
     let server = start(None, environment).await;
     let only_last = json!({"checkpoint": {"every_steps": null, "every_epochs": 0}});
     let id = server.submit(&specs::with(spec("last", 40), only_last)).await;
-    let row = Row::begin("disk full at the last checkpoint, then space again");
+    let row = FaultRow::begin("disk full at the last checkpoint, then space again");
     server.wait_for_success(&id).await;
     assert_eq!(number(&server.checkpoints(&id).await[0]["step"]), 40);
     row.passed("written once there was space");
@@ -144,7 +146,7 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
     let id = server.submit(&spec("disturbed", steps)).await;
     let mut rows = Vec::new();
     for (index, point) in INGEST_POINTS.iter().enumerate() {
-        let mut row = Row::begin(&format!("server killed at {point} ({kind})"));
+        let mut row = FaultRow::begin(&format!("server killed at {point} ({kind})"));
         assert!(server.serve_ends_within(Duration::from_secs(30)).await, "{point} was not reached");
         let next = INGEST_POINTS.get(index + 1);
         server.environment = next.map_or_else(|| variables([SLOW_STEPS]), |next| dies_at(next));
@@ -152,12 +154,13 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
         row.recovered_now();
         rows.push(row);
     }
-    judge(&server, &id, steps, &model, &[]).await;
+    assert_undisturbed_result(&server, &id, steps, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     rows.into_iter().for_each(|row| row.passed("same attempt"));
     server.stop().await;
 
-    // While a job is created and claimed. A restarted server first claims the job of the previous point, hence the second claim.
+    // While a job is created and claimed. A restarted server first claims the previous point's job, so faults in a claim occur at the
+    // second claim.
     let model = undisturbed_weights(CHECKPOINT_STEPS).await;
     let dies_at =
         |point: &str| faults(marks.path(), &[point], "kill", if point.starts_with("claim") { 2 } else { 1 });
@@ -169,21 +172,21 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
             let request = server.http.post(server.api("/jobs")).header("idempotency-key", key);
             request.json(&spec("disturbed", CHECKPOINT_STEPS)).send().await?.json().await
         };
-        let row = Row::begin(&format!("server killed at {point} ({kind})"));
+        let row = FaultRow::begin(&format!("server killed at {point} ({kind})"));
         let first = send(&server).await;
         assert!(server.serve_ends_within(Duration::from_secs(30)).await, "{point} was not reached");
         let next = JOB_POINTS.get(index + 1);
         server.environment = next.map_or_else(Vec::new, |next| dies_at(next));
         server.start_serve().await;
-        // Without a response, the client repeats the request with its key. While jobs are created, the server dies at the next point
-        // during this repetition.
+        // Without a response, the client repeats the request with its key. At a `create` point, the next iteration repeats the request,
+        // so that it kills the server at the next point.
         if !next.is_some_and(|next| next.starts_with("create")) {
             let repeated = send(&server).await.expect("a response");
             let id = repeated["id"].as_str().expect("an id");
             if let Ok(first) = first {
                 assert_eq!(first["id"], *id, "the acknowledged job is stored");
             }
-            judge(&server, id, CHECKPOINT_STEPS, &model, &[]).await;
+            assert_undisturbed_result(&server, id, CHECKPOINT_STEPS, &model, &[]).await;
             jobs += 1;
         }
         assert_eq!(server.get("/jobs").await["jobs"].as_array().map(Vec::len), Some(jobs), "jobs at {point}");
@@ -198,7 +201,7 @@ async fn the_server_may_die_at_every_point_of_writing_to_sqlite() {
 }
 
 #[tokio::test]
-#[ignore = "slow: the test of SQLite, on Postgres"]
+#[ignore = "slow: the same test as for SQLite, with Postgres"]
 async fn slow_the_server_may_die_at_every_point_of_writing_to_postgres() {
     server_dies_at_every_point(|| Some(postgres::database()), "Postgres").await;
 }
@@ -209,18 +212,18 @@ async fn the_database_s_disk_may_be_full_for_a_while() {
     let marks = tempfile::tempdir().expect("a folder");
     let model = undisturbed_weights(STEPS).await;
     let points = ["ingest.begin", "ingest.event", "ingest.commit"];
-    let mark = |point: &str, time: u32| marks.path().join(format!("{point}.{time}"));
-    let fault = |point: &str, time: u32| format!("{point}:error@{time}:{}", mark(point, time).display());
-    let times: Vec<_> = points.iter().flat_map(|point| (2..5).map(move |time| (*point, time))).collect();
-    let all: Vec<_> = times.iter().map(|(point, time)| fault(point, *time)).collect();
+    let mark = |point: &str, nth: u32| marks.path().join(format!("{point}.{nth}"));
+    let fault = |point: &str, nth: u32| format!("{point}:error@{nth}:{}", mark(point, nth).display());
+    let passes: Vec<_> = points.iter().flat_map(|point| (2..5).map(move |nth| (*point, nth))).collect();
+    let all: Vec<_> = passes.iter().map(|(point, nth)| fault(point, *nth)).collect();
     let environment = with_slow_steps(vec![("LOCKSTEP_FAULT".into(), all.join(","))]);
     let server = start(None, environment).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
-    let row = Row::begin(&format!("the database's disk is full at each of {points:?}"));
-    judge(&server, &id, STEPS, &model, &[]).await;
+    let row = FaultRow::begin(&format!("the database's disk is full at each of {points:?}"));
+    assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
-    for (point, time) in times {
-        assert!(mark(point, time).exists(), "{point} was reached {time} times");
+    for (point, nth) in passes {
+        assert!(mark(point, nth).exists(), "{point} was passed {nth} times");
     }
     row.passed("reports waited, training continued");
     server.stop().await;
@@ -235,8 +238,8 @@ async fn a_claim_committed_but_reported_as_failed_starts_its_job_once() {
     let environment = faults(marks.path(), &points, "error", 1);
     let server = start(None, environment).await;
     let id = server.submit(&spec("disturbed", CHECKPOINT_STEPS)).await;
-    let row = Row::begin(&format!("a claim fails at each of {points:?}"));
-    judge(&server, &id, CHECKPOINT_STEPS, &model, &[]).await;
+    let row = FaultRow::begin(&format!("a claim fails at each of {points:?}"));
+    assert_undisturbed_result(&server, &id, CHECKPOINT_STEPS, &model, &[]).await;
     for point in points {
         assert!(marks.path().join(point).exists(), "{point} was reached");
     }

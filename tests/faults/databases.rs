@@ -2,8 +2,8 @@
 
 use crate::{
     judge::{
-        CHECKPOINT_STEPS, Row, SLOW_STEPS, STEPS, judge, spec, start, undisturbed_weights, variables,
-        wait_for_step,
+        CHECKPOINT_STEPS, FaultRow, SLOW_STEPS, STEPS, assert_undisturbed_result, spec, start,
+        undisturbed_weights, variables, wait_for_step,
     },
     postgres::Cluster,
     server::{Server, number, training_permit},
@@ -27,7 +27,7 @@ async fn slow_postgres_may_be_away_for_15_s() {
     wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let log = server.attempt_dir(&id, 1).join("rank.1.log");
     let length = || fs::metadata(&log).map_or(0, |m| m.len());
-    let mut row = Row::begin(&format!("Postgres away for {secs} s"));
+    let mut row = FaultRow::begin(&format!("Postgres away for {secs} s"));
     cluster.stop();
     let before = length();
     let began = Instant::now();
@@ -41,7 +41,7 @@ async fn slow_postgres_may_be_away_for_15_s() {
     assert!(length() > before, "the ranks continued to train");
     cluster.start();
     row.recovered_now();
-    judge(&server, &id, steps, &model, &[]).await;
+    assert_undisturbed_result(&server, &id, steps, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     row.passed("503 with a reason, ranks trained on, same attempt");
     server.stop().await;
@@ -59,7 +59,7 @@ async fn sqlite_may_be_busy_for_longer_than_a_request_waits() {
     let length = || fs::metadata(&log).map_or(0, |m| m.len());
     let file = server.data_dir().join("lockstep.db");
     let mut other = SqliteConnectOptions::new().filename(file).connect().await.expect("the database");
-    let mut row = Row::begin("SQLite busy for longer than a request waits");
+    let mut row = FaultRow::begin("SQLite busy for longer than a request waits");
     sqlx::query("BEGIN IMMEDIATE").execute(&mut other).await.expect("the write lock");
     let before = length();
     let refused = server.post("/jobs", &spec("meanwhile", 5)).await;
@@ -69,7 +69,7 @@ async fn sqlite_may_be_busy_for_longer_than_a_request_waits() {
     assert!(length() > before, "the ranks continued to train");
     sqlx::query("ROLLBACK").execute(&mut other).await.expect("the write lock is released");
     row.recovered_now();
-    judge(&server, &id, STEPS, &model, &[]).await;
+    assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     assert_eq!(
         server.get("/jobs").await["jobs"].as_array().map(Vec::len),
@@ -84,7 +84,7 @@ async fn sqlite_may_be_busy_for_longer_than_a_request_waits() {
 async fn kill_50_times(name: &str, mut server: Server, mut kill: impl AsyncFnMut(&mut Server)) {
     let steps = 2 * STEPS;
     let model = undisturbed_weights(steps).await;
-    let mut row = Row::begin(&format!("{name} under load, 50 times"));
+    let mut row = FaultRow::begin(&format!("{name} under load, 50 times"));
     let mut killed = 0;
     let mut longest_outage = Duration::ZERO;
     let mut jobs = 0;
@@ -102,7 +102,7 @@ async fn kill_50_times(name: &str, mut server: Server, mut kill: impl AsyncFnMut
             longest_outage = longest_outage.max(began.elapsed());
             killed += 1;
         }
-        judge(&server, &id, steps, &model, &[]).await;
+        assert_undisturbed_result(&server, &id, steps, &model, &[]).await;
         assert_eq!(number(&server.job(&id).await["attempt"]), 1, "no attempt was lost");
     }
     row.recovered_now();

@@ -181,7 +181,13 @@ fn stored_records(events: &[Value]) -> BTreeMap<(u64, u32), Record> {
 /// Asserts that the job has succeeded, its events are numbered without a gap, every record of every rank is
 /// stored exactly once (of attempts in `fenced`, whose leases had expired, records may be missing), every step was trained, and
 /// the weights are bit for bit those of the undisturbed run.
-pub(crate) async fn judge(server: &Server, id: &str, steps: u64, model: &[u8], fenced: &[u64]) {
+pub(crate) async fn assert_undisturbed_result(
+    server: &Server,
+    id: &str,
+    steps: u64,
+    model: &[u8],
+    fenced: &[u64],
+) {
     let job = server.wait_for_success(id).await;
     let events = stored(server, id).await;
     let attempts = number(&job["attempt"]);
@@ -239,8 +245,8 @@ pub(crate) async fn judge(server: &Server, id: &str, steps: u64, model: &[u8], f
     assert!(server.ranks(id).is_empty(), "no rank is left");
 }
 
-/// The result of a row of the fault matrix.
-pub(crate) struct Row {
+/// A row of the fault matrix: a fault and the result of its test.
+pub(crate) struct FaultRow {
     fault: String,
     began: Instant,
     /// Time from the fault until the server noticed it.
@@ -249,7 +255,7 @@ pub(crate) struct Row {
     recovered: Option<Duration>,
 }
 
-impl Row {
+impl FaultRow {
     /// Records the time of the fault.
     pub(crate) fn begin(fault: &str) -> Self {
         Self { fault: fault.into(), began: Instant::now(), noticed: None, recovered: None }

@@ -9,10 +9,10 @@
 
 use crate::{
     judge::{
-        CHECKPOINT_STEPS, Row, SLOW_STEPS, STEPS, judge, register_pictures, spec, start, undisturbed_weights,
-        variables, wait_for_step,
+        CHECKPOINT_STEPS, FaultRow, SLOW_STEPS, STEPS, assert_undisturbed_result, register_pictures, spec,
+        start, undisturbed_weights, variables, wait_for_step,
     },
-    server::{Agents, Process, Server, number, training_permit},
+    server::{Agents, Process, Server, faketime, number, training_permit},
     socket::stored,
     specs,
 };
@@ -54,7 +54,7 @@ async fn a_rank_without_enough_memory_fails_with_that_reason() {
     let limit = ["prlimit", "--as=3221225472"];
     let server =
         register_pictures(Server::start_wrapped(LOCAL, None, Vec::new(), &limit, |_| {}).await).await;
-    let row = Row::begin("no more memory for a rank (RLIMIT_AS)");
+    let row = FaultRow::begin("no more memory for a rank (RLIMIT_AS)");
     let id = server.submit(&large()).await;
     assert_failed_for_memory(&server, &id).await;
     // The next job has enough memory.
@@ -103,7 +103,7 @@ async fn root_the_kernel_s_oom_killer_ends_a_rank() {
     group.set("memory.limit_in_bytes", 1u64 << 30);
     // The agent's ranks inherit the group.
     group.add(server.processes().iter().find(|p| p.command() == "agent").expect("the agent"));
-    let row = Row::begin("the kernel's OOM killer ends a rank (memory cgroup of 1 GiB)");
+    let row = FaultRow::begin("the kernel's OOM killer ends a rank (memory cgroup of 1 GiB)");
     let id = server.submit(&large()).await;
     assert_failed_for_memory(&server, &id).await;
     row.passed("killed: out of memory; not restarted");
@@ -134,7 +134,7 @@ async fn slow_a_rank_that_cannot_be_killed_is_named() {
     let id = server.submit(&spec("immortal", 100_000)).await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS).await;
     let (_, rank) = server.ranks(&id).remove(0);
-    let mut row = Row::begin("a rank survives every SIGKILL");
+    let mut row = FaultRow::begin("a rank survives every SIGKILL");
     cancel_unkillable(&server, &id, &rank).await;
     row.recovered_now();
     row.passed("cancelled; process, state and machine named on the page");
@@ -154,7 +154,7 @@ async fn root_a_rank_frozen_by_the_kernel_is_named() {
     wait_for_step(&server, &id, CHECKPOINT_STEPS).await;
     let (_, rank) = server.ranks(&id).remove(0);
     group.add(&rank);
-    let mut row = Row::begin("a rank in state D (a frozen control group)");
+    let mut row = FaultRow::begin("a rank in state D (a frozen control group)");
     group.set("freezer.state", "FROZEN");
     let reason = cancel_unkillable(&server, &id, &rank).await;
     group.set("freezer.state", "THAWED");
@@ -162,18 +162,6 @@ async fn root_a_rank_frozen_by_the_kernel_is_named() {
     row.recovered_now();
     row.passed("cancelled; the process is named as blocked in the kernel");
     server.stop().await;
-}
-
-/// Where Debian's package installs libfaketime, which changes a program's clock.
-fn faketime() -> PathBuf {
-    let libraries = fs::read_dir("/usr/lib")
-        .expect("/usr/lib")
-        .flatten()
-        .map(|e| e.path().join("faketime/libfaketime.so.1"));
-    let mut libraries = libraries.chain([PathBuf::from("/usr/lib/faketime/libfaketime.so.1")]);
-    libraries
-        .find(|path| path.exists())
-        .expect("this test needs libfaketime: `apt-get install libfaketime` (tests/run does)")
 }
 
 #[tokio::test]
@@ -199,7 +187,7 @@ async fn the_clock_may_be_set_forward_and_back() {
     let clock_variables = clock_variables.map(|(name, value)| (name.into(), value.display().to_string()));
     let environment = [variables([SLOW_STEPS]), clock_variables.into()].concat();
     let server = start(None, environment).await;
-    let mut row = Row::begin("the clock is set an hour forward, then two hours back");
+    let mut row = FaultRow::begin("the clock is set an hour forward, then two hours back");
     let id = server.submit(&spec("disturbed", steps)).await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS).await;
     set("+3600");
@@ -207,7 +195,7 @@ async fn the_clock_may_be_set_forward_and_back() {
     set("-3600");
     until_events_leap(&server, &id, -6000).await;
     row.recovered_now();
-    judge(&server, &id, steps, &expected_weights, &[]).await;
+    assert_undisturbed_result(&server, &id, steps, &expected_weights, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "no lease ended");
     row.passed("same attempt, nothing lost");
     server.stop().await;
@@ -281,7 +269,7 @@ async fn root_the_disk_may_be_full_for_a_while() {
     let disk = disk.expect("a disk");
     let id = server.submit(&spec("disturbed", steps)).await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
-    let mut row = Row::begin("the disk of database, logs and checkpoints is full for 5 s");
+    let mut row = FaultRow::begin("the disk of database, logs and checkpoints is full for 5 s");
     let filler = disk.fill();
     // The server still responds.
     let refused = server.post("/jobs", &spec("meanwhile", 5)).await;
@@ -291,7 +279,7 @@ async fn root_the_disk_may_be_full_for_a_while() {
     assert_eq!(server.ranks(&id).len(), 2, "the ranks are alive");
     fs::remove_file(filler).expect("free space");
     row.recovered_now();
-    judge(&server, &id, steps, &expected_weights, &[]).await;
+    assert_undisturbed_result(&server, &id, steps, &expected_weights, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     row.passed("503 with a reason, same attempt, nothing lost");
     server.stop().await;

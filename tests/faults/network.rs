@@ -2,8 +2,8 @@
 
 use crate::{
     judge::{
-        CHECKPOINT_STEPS, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, register_pictures, spec,
-        undisturbed_weights, variables, wait_for_step,
+        CHECKPOINT_STEPS, FaultRow, SHORT_LEASE, SLOW_STEPS, STEPS, assert_undisturbed_result,
+        register_pictures, spec, undisturbed_weights, variables, wait_for_step,
     },
     server::{Agents, Server, free_port, number, training_permit},
 };
@@ -90,19 +90,19 @@ async fn slow_the_network_between_agent_and_server_may_be_cut() {
     // No bytes pass, for less than the lease.
     let id = server.submit(&spec("disturbed", steps)).await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
-    let mut row = Row::begin("the network between agent and server is cut for 3 s");
+    let mut row = FaultRow::begin("the network between agent and server is cut for 3 s");
     tunnel.is_flowing.send_replace(false);
     tokio::time::sleep(Duration::from_secs(3)).await;
     tunnel.is_flowing.send_replace(true);
     row.recovered_now();
-    judge(&server, &id, steps, &model, &[]).await;
+    assert_undisturbed_result(&server, &id, steps, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     row.passed("same attempt, nothing lost");
 
     // The tunnel is closed: the agent's connections are refused while the server runs.
     let id = server.submit(&spec("disturbed", steps)).await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
-    let mut row = Row::begin("the SSH tunnel between agent and server is closed for 16 s");
+    let mut row = FaultRow::begin("the SSH tunnel between agent and server is closed for 16 s");
     tunnel.close().await;
     let began = Instant::now();
     let have_ended = async |s: &Server| s.ranks(&id).is_empty();
@@ -116,7 +116,7 @@ async fn slow_the_network_between_agent_and_server_may_be_cut() {
     tokio::time::sleep(Duration::from_secs(16).saturating_sub(began.elapsed())).await;
     tunnel.listen().await;
     row.wait_until_recovered(&server, &id, 1).await;
-    judge(&server, &id, steps, &model, &[1]).await;
+    assert_undisturbed_result(&server, &id, steps, &model, &[1]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 2);
     row.passed(&format!("ranks ended themselves after {:.1} s, within the lease", ranks_gone.as_secs_f64()));
     server.stop().await;
@@ -135,13 +135,13 @@ async fn slow_the_spool_may_be_full() {
     let mut server = register_pictures(server).await;
     let id = server.submit(&spec("disturbed", steps)).await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
-    let mut row = Row::begin("the server is down until the agent's spool (--spool-mib 0.05) is full");
+    let mut row = FaultRow::begin("the server is down until the agent's spool (--spool-mib 0.05) is full");
     server.kill_serve();
     let have_ended = async |s: &Server| s.ranks(&id).is_empty();
     server.until("the ranks write a checkpoint and end", have_ended).await;
     server.start_serve().await;
     row.wait_until_recovered(&server, &id, 1).await;
-    judge(&server, &id, steps, &model, &[]).await;
+    assert_undisturbed_result(&server, &id, steps, &model, &[]).await;
     let events = crate::socket::stored(&server, &id).await;
     let reason = events.iter().find_map(|e| (e["state"] == "restarting").then(|| e["reason"].to_string()));
     let reason = reason.expect("a restart");

@@ -2,8 +2,8 @@
 
 use crate::{
     judge::{
-        CHECKPOINT_STEPS, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, register_pictures, spec, start,
-        undisturbed_weights, variables, wait_for_step,
+        CHECKPOINT_STEPS, FaultRow, SHORT_LEASE, SLOW_STEPS, STEPS, assert_undisturbed_result,
+        register_pictures, spec, start, undisturbed_weights, variables, wait_for_step,
     },
     server::{Agents, Server, number, signal, training_permit},
     socket::stored,
@@ -44,7 +44,7 @@ async fn ranks_may_be_killed_or_crash() {
         for (attempt, (fault, hit_ranks, fault_signal)) in (1..).zip(faults) {
             wait_for_step(&server, &id, fault_step).await;
             let ranks = server.ranks(&id);
-            let mut row = Row::begin(fault);
+            let mut row = FaultRow::begin(fault);
             for (_, process) in ranks.iter().filter(|(rank, _)| hit_ranks.contains(rank)) {
                 signal(process.pid, fault_signal);
                 if fault_signal == Signal::SEGV {
@@ -59,7 +59,7 @@ async fn ranks_may_be_killed_or_crash() {
             fault_step = number(&server.job(&id).await["step"]) + 10;
             rows.push((row, fault_signal));
         }
-        judge(&server, &id, STEPS, &model, &[]).await;
+        assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
         let events = stored(&server, &id).await;
         let restarting = events.iter().filter(|e| e["state"] == "restarting");
         let reasons = restarting.filter_map(|e| e["reason"].as_str());
@@ -87,12 +87,12 @@ async fn a_rank_that_hangs_is_restarted() {
         .await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let (_, rank) = server.ranks(&id).remove(1);
-    let mut row = Row::begin("SIGSTOP of a rank (stall_timeout_secs = 10)");
+    let mut row = FaultRow::begin("SIGSTOP of a rank (stall_timeout_secs = 10)");
     signal(rank.pid, Signal::STOP);
     // While the job hangs, other tests may train.
     drop(permit);
     row.wait_until_recovered(&server, &id, 1).await;
-    judge(&server, &id, STEPS, &model, &[]).await;
+    assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;
     let reason = events.iter().find(|e| e["state"] == "restarting").expect("a restart")["reason"].to_string();
     assert!(
@@ -111,12 +111,12 @@ async fn an_agent_that_is_killed_comes_back_before_the_lease_ends() {
     let id = server.submit(&spec("disturbed", STEPS)).await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let agent = server.processes().into_iter().find(|p| p.command() == "agent").expect("the agent");
-    let mut row = Row::begin("kill -9 of the agent, which returns within the lease");
+    let mut row = FaultRow::begin("kill -9 of the agent, which returns within the lease");
     signal(agent.pid, Signal::KILL);
     let back = async |s: &Server| s.processes().iter().any(|p| p.command() == "agent" && p.pid != agent.pid);
     server.until("the agent is started again", back).await;
     row.recovered_now();
-    judge(&server, &id, STEPS, &model, &[]).await;
+    assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "the new agent took over the ranks");
     row.passed("same attempt");
     // The machine accepts the next job.
@@ -136,7 +136,7 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
         (2, 3 * CHECKPOINT_STEPS + 10, "SIGTERM of serve", Signal::TERM),
     ] {
         wait_for_step(&server, &id, fault_step).await;
-        let mut row = Row::begin(fault);
+        let mut row = FaultRow::begin(fault);
         assert_eq!(server.stop_serve(fault_signal).await.code(), Some(0));
         assert!(server.processes().is_empty(), "no process is left: {:?}", server.processes());
         // The checkpoint is of the step at which training stopped.
@@ -148,7 +148,7 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
         row.wait_until_recovered(&server, &id, attempt).await;
         stops.push((row, step));
     }
-    judge(&server, &id, STEPS, &model, &[]).await;
+    assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;
     let queued = events.iter().filter(|e| e["state"] == "queued").filter_map(|e| e["reason"].as_str());
     let mut reasons: Vec<_> = queued.filter(|reason| reason.contains("was shut down")).collect();
@@ -191,12 +191,12 @@ async fn the_newest_checkpoint_may_be_damaged() {
         let mut bytes = fs::read(&file).expect("the newest checkpoint");
         damage(&mut bytes);
         fs::remove_file(&file).and_then(|()| fs::write(&file, bytes)).expect("damage");
-        damaged.push((Row::begin(fault), newest, previous));
+        damaged.push((FaultRow::begin(fault), newest, previous));
         server.cli(&["resume", &id]).ok();
         // The next damage waits for a checkpoint after the damaged one.
         fault_step = newest + CHECKPOINT_STEPS;
     }
-    judge(&server, &id, STEPS, &model, &[]).await;
+    assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;
     let logged = server.cli(&["logs", &id, "--rank", "0"]).ok().to_owned();
     for (attempt, (row, newest, previous)) in (2..).zip(damaged) {
@@ -220,7 +220,7 @@ async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
     server.cli(&["pause", &id]).ok();
     let path = server.get("/datasets/fashion").await["path"].as_str().expect("a path").to_owned();
     let aside = format!("{path}.aside");
-    let row = Row::begin("the dataset vanished");
+    let row = FaultRow::begin("the dataset vanished");
     fs::rename(&path, &aside).expect("moved away");
     server.cli(&["resume", &id]).ok();
     let job = server.wait_for_end(&id).await;
@@ -231,7 +231,7 @@ async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
     );
     row.passed("failed, not restarted; retried when it was back");
 
-    let row = Row::begin("the dataset changed");
+    let row = FaultRow::begin("the dataset changed");
     fs::create_dir(&path).expect("another folder");
     for entry in fs::read_dir(&aside).expect("files").flatten() {
         let mut bytes = fs::read(entry.path()).expect("a file");
@@ -249,7 +249,7 @@ async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
     );
     fs::remove_dir_all(&path).and_then(|()| fs::rename(&aside, &path)).expect("the dataset is back");
     server.cli(&["retry", &id]).ok();
-    judge(&server, &id, STEPS, &model, &[]).await;
+    assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
     row.passed("failed with the reason; retried when it was back");
     server.stop().await;
 }
@@ -269,7 +269,7 @@ async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
     wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let ranks = server.ranks(&id);
     assert_eq!(ranks.len(), 2);
-    let mut row = Row::begin("kill -9 of an agent that comes back after the lease");
+    let mut row = FaultRow::begin("kill -9 of an agent that comes back after the lease");
     server.kill_agent();
     let before = number(&server.job(&id).await["step"]);
     server.until("the attempt has ended", async |s: &Server| s.job(&id).await["state"] != "running").await;
@@ -277,7 +277,7 @@ async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
     assert!(number(&server.job(&id).await["step"]) >= before);
     server.start_agent(2).await;
     row.wait_until_recovered(&server, &id, 1).await;
-    judge(&server, &id, steps, &model, &[1]).await;
+    assert_undisturbed_result(&server, &id, steps, &model, &[1]).await;
     row.passed("ranks ended themselves within the lease, attempt fenced");
 
     // Suspended, for less and for more than the lease.
@@ -288,7 +288,7 @@ async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
         let id = server.submit(&spec("disturbed", steps)).await;
         wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
         let agent = server.agent_pid().expect("the agent");
-        let mut row = Row::begin(fault);
+        let mut row = FaultRow::begin(fault);
         signal(agent, Signal::STOP);
         tokio::time::sleep(Duration::from_secs(secs)).await;
         signal(agent, Signal::CONT);
@@ -297,7 +297,7 @@ async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
         } else {
             row.wait_until_recovered(&server, &id, 1).await;
         }
-        judge(&server, &id, steps, &model, if same_attempt { &[] } else { &[1] }).await;
+        assert_undisturbed_result(&server, &id, steps, &model, if same_attempt { &[] } else { &[1] }).await;
         assert_eq!(number(&server.job(&id).await["attempt"]) == 1, same_attempt);
         row.passed(if same_attempt { "same attempt" } else { "no stale write, no doubled attempt" });
     }
@@ -314,7 +314,7 @@ async fn slow_the_server_may_be_down_for_20_s() {
     let mut server = server().await;
     let id = server.submit(&spec("disturbed", steps)).await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
-    let mut row = Row::begin(&format!("kill -9 of the server, down for {} s", outage.as_secs()));
+    let mut row = FaultRow::begin(&format!("kill -9 of the server, down for {} s", outage.as_secs()));
     server.kill_serve();
     let began = Instant::now();
     let log = server.attempt_dir(&id, 1).join("rank.1.log");
@@ -328,7 +328,7 @@ async fn slow_the_server_may_be_down_for_20_s() {
     }
     server.start_serve().await;
     row.recovered_now();
-    judge(&server, &id, steps, &model, &[]).await;
+    assert_undisturbed_result(&server, &id, steps, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "the same ranks continued");
     row.passed(&format!("same attempt; ranks trained in {trained_on} of {} s", outage.as_secs()));
     server.stop().await;

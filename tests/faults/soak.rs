@@ -1,7 +1,7 @@
 //! Many jobs and a random fault every few seconds.
 
 use crate::{
-    judge::{Row, judge, register_pictures, spec, trained_weights},
+    judge::{FaultRow, assert_undisturbed_result, register_pictures, spec, trained_weights},
     server::{Agents, Server, number, signal, state_of, training_permit},
     socket::stored,
     specs,
@@ -43,7 +43,7 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
     let jobs = JOBS * secs as usize / SECS as usize;
     let mut server = register_pictures(Server::start_with(Agents::Local { cpu_slots: 4 }).await).await;
     let mut row =
-        Row::begin(&format!("soak: {jobs} jobs and more, a random fault every 2 to 5 s for {} s", secs));
+        FaultRow::begin(&format!("soak: {jobs} jobs and more, a random fault every 2 to 5 s for {} s", secs));
     let soak_spec = |name: &str| {
         specs::with(
             spec(name, STEPS),
@@ -130,7 +130,7 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
         let lost: Vec<_> =
             events.iter().filter(|e| e["state"] == "lost").map(|e| number(&e["attempt"])).collect();
         fenced += lost.len();
-        judge(&server, id, STEPS, &model, &lost).await;
+        assert_undisturbed_result(&server, id, STEPS, &model, &lost).await;
         attempts += number(&server.job(id).await["attempt"]);
     }
     let total: u32 = faults.values().sum();

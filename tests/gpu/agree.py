@@ -1,6 +1,6 @@
 """Compares the losses of the same ResNet-50 job on CPU cores, on one GPU and on several, with micro-batches, a smaller last
 batch and synchronised batch norm. The mean loss of every step must equal the CPU engine's, up to the rounding of the
-format. Runs every format with the default settings, and some with `train.deterministic`; on several GPUs, batch norm's
+precision. Runs every precision with the default settings, and some with `train.deterministic`; on several GPUs, batch norm's
 statistics go through the GPUs' memory and through NCCL.
 
     python3 agree.py --program lockstep --pictures data/fashion-mnist --work /tmp --ranks 2
@@ -110,10 +110,10 @@ else:
     runs = [("fp32", False, options.ranks, None)]
 problems = []
 for precision, deterministic, ranks, exchange in runs:
-    name = "-".join([options.device, str(ranks), precision, "deterministic" if deterministic else "default", exchange or "alone"])
+    name = "-".join([options.device, str(ranks), precision, "deterministic" if deterministic else "default", exchange or "no-exchange"])
     actual = losses(name, options.device, ranks, precision, deterministic, exchange)
-    # The loss of each fifth step, which is smaller, is a mean over ranks with different numbers of pictures, so it is not compared. Its
-    # effect on the weights shows in the following steps.
+    # Each fifth step has only 60 pictures, and its loss is a mean over ranks with different numbers of pictures, so this loss is not
+    # compared. The step's effect on the weights shows in the following steps.
     differences = [(step, abs(x - y) / y) for step, (x, y) in enumerate(zip(actual, expected), 1) if step % 5]
     largest = [max((x for step, x in differences if (step <= FIRST_STEPS) == is_early), default=0) for is_early in (True, False)]
     print_losses(name, actual, f"differ by at most {largest[0]:.1e} in the first {FIRST_STEPS} steps, and by {largest[1]:.1e} later")

@@ -9,7 +9,6 @@ Every scenario starts its own server. The exit status is 0 if all scenarios pass
 """
 
 import argparse
-import hashlib
 import json
 import os
 import pathlib
@@ -22,8 +21,8 @@ import tempfile
 import time
 import traceback
 
-from gang import gang as run_gang
-from test_server import Failure, TestServer, expect, gpu_memory, wait
+from gang import gang
+from test_server import Failure, TestServer, expect, expect_last_steps_kept, expect_same_tensors, gpu_memory, wait
 
 # The driver's own memory grows a little when a GPU is first used.
 SLACK_MIB = 64
@@ -93,11 +92,6 @@ class Stage:
         self.note(f"GPU memory: {baseline} MiB before, {now} after")
 
 
-def first_step(job, attempt):
-    """Returns the first step of an attempt."""
-    return min(step for (_, number), steps in job.losses().items() if number == attempt for step in steps)
-
-
 def check_steps(job, ranks, steps, killed=None):
     """Checks that every rank has reported every step, and none twice in an attempt. The last steps of a rank that was killed in attempt 1 may
     be missing."""
@@ -108,7 +102,7 @@ def check_steps(job, ranks, steps, killed=None):
         seen = set().union(*(set(s) for (r, _), s in reported.items() if r == rank))
         missing = set(range(1, steps + 1)) - seen
         if rank == killed:
-            missing -= set(range(max(reported[rank, 1]), first_step(job, 2)))
+            missing -= set(range(max(reported[rank, 1]), job.first_step(2)))
         missing = sorted(missing)
         expect(not missing, f"rank {rank} never reported steps {missing[:10]} of {steps}")
 
@@ -117,7 +111,7 @@ def stream(stage):
     """A job is submitted over REST and followed by a websocket: it has every event once and in order, and its checkpoint."""
     server = stage.server()
     job = server.submit(stage.spec("stream", train={"steps": 120}, checkpoint={"every_steps": 60}))
-    job.expect_success()
+    folder = job.final_checkpoint(120)
     check_steps(job, stage.ranks, 120)
     last = [e for e in job.events if e["type"] == "metrics" and e["name"] == "loss"][-1]["values"][-1]
     stage.note(f"{job.events[-1]['seq']} events, loss {last:.4f} at the end")
@@ -130,7 +124,6 @@ def stream(stage):
     stage.note(f"ranks on {', '.join(sorted(devices))}")
     checkpoints = server.get(f"/jobs/{job.id}/checkpoints")["checkpoints"]
     expect(any(c["step"] == 120 for c in checkpoints), f"no checkpoint of step 120: {checkpoints}")
-    folder = next((server.data / "jobs" / job.id / "checkpoints").glob("*-120"))
     size = sum(f.stat().st_size for f in folder.iterdir())
     if size <= MAX_COPY_BYTES:
         # Copies the files into one folder, as OUT may not have deeper folders.
@@ -156,10 +149,6 @@ def twenty(stage):
     server.stop()
 
 
-def runs_attempt(job, number):
-    return lambda frame: frame["type"] == "state" and frame["state"] == "running" and frame["attempt"] == number
-
-
 def kill(stage):
     """After kill -9 of one rank, the others end within 5 s, and the job continues from its newest checkpoint or a later step."""
     server, baseline = stage.server(), gpu_memory()
@@ -173,30 +162,17 @@ def kill(stage):
     killed = time.monotonic()
     wait(5, "the other ranks are gone", lambda: not job.ranks(1), every=0.01)
     stage.note(f"the other ranks ended {time.monotonic() - killed:.1f} s after rank {victim} was killed")
-    job.until(runs_attempt(job, 2), "attempt 2 runs")
+    job.until_attempt(2)
     stage.note(f"attempt 2 ran {time.monotonic() - killed:.1f} s after the kill")
     reasons = [e["reason"] for e in job.events if e["type"] == "state" and e.get("reason")]
     expect(any(f"rank {victim} was killed by signal 9" in r for r in reasons), f"no reason names rank {victim}: {reasons}")
     job.expect_success()
     check_steps(job, stage.ranks, steps, victim)
-    first = first_step(job, 2)
+    first = job.first_step(2)
     stage.note(f"attempt 2 began with step {first}")
     expect(first > every, f"attempt 2 began with step {first}, not after a checkpoint")
     stage.check_memory(baseline)
     server.stop()
-
-
-def tensor_digests(checkpoint):
-    """Returns the SHA-256 of each tensor in a checkpoint's files, without metadata."""
-    digests = {}
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        data = file.read_bytes()
-        head = int.from_bytes(data[:8], "little")
-        entries = json.loads(data[8 : 8 + head])
-        for name in sorted(entries.keys() - {"__metadata__"}):
-            begin, end = (8 + head + offset for offset in entries[name]["data_offsets"])
-            digests[file.name, name] = hashlib.sha256(data[begin:end]).hexdigest()
-    return digests
 
 
 def lost(stage):
@@ -211,29 +187,19 @@ def lost(stage):
     spec["checkpoint"].update(every_steps=100 * steps)
     spec["evaluate"] = {"every_epochs": 0}
 
-    def end_checkpoint(job):
-        job.expect_success()
-        return next((server.data / "jobs" / job.id / "checkpoints").glob(f"*-{steps}"))
-
-    expected = tensor_digests(end_checkpoint(server.submit(spec)))
+    undisturbed = server.submit(spec).final_checkpoint(steps)
     job = server.submit({**spec, "name": "lost"})
     # Kills the last rank, then rank 0, which writes checkpoints.
-    for attempt, victim in ((1, stage.ranks - 1), (2, 0)):
+    kills = ((1, stage.ranks - 1), (2, 0))
+    for attempt, victim in kills:
         job.until_step(steps * attempt // 3, attempt)
         os.kill(job.ranks(attempt)[victim], signal.SIGKILL)
         killed = time.monotonic()
-        job.until(runs_attempt(job, attempt + 1), f"attempt {attempt + 1} runs")
+        job.until_attempt(attempt + 1)
         stage.note(f"attempt {attempt + 1} ran {time.monotonic() - killed:.1f} s after rank {victim} was killed")
-    recovered = tensor_digests(end_checkpoint(job))
-    reported = job.losses()
-    for attempt, victim in ((1, stage.ranks - 1), (2, 0)):
-        last = max(max(listed) for (rank, number), listed in reported.items() if number == attempt and rank != victim)
-        first = first_step(job, attempt + 1)
-        stage.note(f"attempt {attempt} reported step {last}, attempt {attempt + 1} began with step {first}")
-        expect(abs(first - 1 - last) <= 2, f"attempt {attempt + 1} began with step {first}, {attempt} had reported step {last}")
-    differ = [name for name in expected if recovered.get(name) != expected[name]]
-    expect(not differ and len(recovered) == len(expected), f"{len(differ)} of {len(expected)} tensors differ: {differ[:5]}")
-    stage.note(f"{len(expected)} tensors of step {steps} are those of the undisturbed job")
+    count = expect_same_tensors(job.final_checkpoint(steps), undisturbed)
+    expect_last_steps_kept(stage, job, kills)
+    stage.note(f"{count} tensors of step {steps} are those of the undisturbed job")
     server.stop()
 
 
@@ -253,30 +219,15 @@ def modes(stage):
         spec["train"] = {"steps": steps, "batch_size": 8, "accumulate": 4, "lr": 0.05, "precision": "auto", "deterministic": True}
         spec["checkpoint"] = {"every_epochs": None, "every_steps": every, "sharded": name != "data"}
         spec["evaluate"] = {"every_epochs": 0}
-
-        def end_checkpoint(job):
-            job.expect_success()
-            return next((server.data / "jobs" / job.id / "checkpoints").glob(f"*-{steps}"))
-
-        undisturbed = end_checkpoint(server.submit(spec))
+        undisturbed = server.submit(spec).final_checkpoint(steps)
         job = server.submit({**spec, "name": f"{name}, killed"})
         job.until_checkpoint(every)
         victim, process = max(job.ranks(1).items())
         os.kill(process, signal.SIGKILL)
-        recovered = end_checkpoint(job)
-        expect(first_step(job, 2) > every, f"{name}: attempt 2 began with step {first_step(job, 2)}")
-        expected, actual = tensor_digests(undisturbed), tensor_digests(recovered)
-        differ = [tensor for tensor in expected if actual.get(tensor) != expected[tensor]]
-        expect(not differ and len(actual) == len(expected), f"{name}: {len(differ)} of {len(expected)} tensors differ: {differ[:5]}")
-        stage.note(f"{name}: {len(expected)} tensors are those of the undisturbed job after rank {victim} was killed")
+        count = expect_same_tensors(job.final_checkpoint(steps), undisturbed)
+        expect(job.first_step(2) > every, f"{name}: attempt 2 began with step {job.first_step(2)}")
+        stage.note(f"{name}: {count} tensors are those of the undisturbed job after rank {victim} was killed")
     server.stop()
-
-
-def gang(stage):
-    run_gang(stage, tensor_digests, first_step, runs_attempt)
-
-
-gang.__doc__ = run_gang.__doc__
 
 
 def give_up(stage):
@@ -358,7 +309,7 @@ def suspend(stage):
     stopped = time.monotonic()
     wait(stall + 10, "the ranks are gone", lambda: not job.ranks(1))
     stage.note(f"attempt 1 ended {time.monotonic() - stopped:.1f} s after SIGSTOP (stall time-out {stall} s)")
-    job.until(runs_attempt(job, 2), "attempt 2 runs")
+    job.until_attempt(2)
     reasons = [e["reason"] for e in job.events if e["type"] == "state" and e.get("reason")]
     expect(any(f"rank {victim}" in r for r in reasons), f"rank {victim} is not named: {reasons}")
     stage.note(next(r for r in reasons if f"rank {victim}" in r))

@@ -17,6 +17,8 @@ import subprocess
 import threading
 import time
 
+from test_server import gpu_memory
+
 JOB = """name = "files"
 [model]
 arch = "{arch}"
@@ -52,16 +54,8 @@ parser.add_argument("--ranks", type=int, default=1)
 parser.add_argument("--steps", type=int, default=300)
 options = parser.parse_args()
 
-def gpu_memory():
-    """Returns the memory in use in MiB on the GPU with the most memory in use."""
-    result = subprocess.run(
-        ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True
-    )
-    return max((int(line) for line in result.stdout.split() if line.isdigit()), default=0)
-
-
 class PeakMemory(threading.Thread):
-    """Measures the largest GPU memory in use until `stop`."""
+    """Measures the largest memory in use of any GPU, in MiB, until `stop`."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -70,7 +64,7 @@ class PeakMemory(threading.Thread):
 
     def run(self):
         while not self.stopped.wait(0.5):
-            self.peak = max(self.peak, gpu_memory())
+            self.peak = max([self.peak, *gpu_memory()])
 
     def stop(self):
         self.stopped.set()

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 
-from test_server import TestServer, expect, gpu_memory, wait
+from test_server import TestServer, expect, expect_last_steps_kept, expect_same_tensors, gpu_memory, wait
 
 
 class Machine:
@@ -53,7 +53,7 @@ def ancestors(process):
     return processes
 
 
-def gang(stage, tensor_digests, first_step, runs_attempt):
+def gang(stage):
     """A job over two agents continues after the agent with the last rank, then the agent with rank 0, is killed and started again. The final weights are those of an undisturbed job."""
     server = TestServer(stage.program, stage.folder, stage.device, 0, local_agent=False)
     machines = [Machine(stage, server, number) for number in range(2)]
@@ -68,13 +68,10 @@ def gang(stage, tensor_digests, first_step, runs_attempt):
     spec["checkpoint"].update(every_steps=100 * steps)
     spec["evaluate"] = {"every_epochs": 0}
 
-    def final_tensors(job):
-        job.expect_success()
-        return tensor_digests(next((server.data / "jobs" / job.id / "checkpoints").glob(f"*-{steps}")))
-
-    expected = final_tensors(server.submit(spec))
+    undisturbed = server.submit(spec).final_checkpoint(steps)
     job = server.submit({**spec, "name": "gang"})
-    for attempt, victim in ((1, 1), (2, 0)):
+    kills = ((1, 1), (2, 0))
+    for attempt, victim in kills:
         job.until_step(steps * attempt // 3, attempt)
         ranks = job.ranks(attempt)
         owner = {rank: next(m for m in machines if m.process.pid in ancestors(process)) for rank, process in ranks.items()}
@@ -83,18 +80,11 @@ def gang(stage, tensor_digests, first_step, runs_attempt):
         machine.kill([ranks[victim]])
         killed = time.monotonic()
         machine.start()
-        job.until(runs_attempt(job, attempt + 1), f"attempt {attempt + 1} runs")
+        job.until_attempt(attempt + 1)
         stage.note(f"attempt {attempt + 1} ran {time.monotonic() - killed:.1f} s after the agent of rank {victim} was killed with the rank and started again")
-    recovered = final_tensors(job)
-    reported = job.losses()
-    for attempt, victim in ((1, 1), (2, 0)):
-        last = max(max(listed) for (rank, number), listed in reported.items() if number == attempt and rank != victim)
-        first = first_step(job, attempt + 1)
-        stage.note(f"attempt {attempt} reported step {last}, attempt {attempt + 1} began with step {first}")
-        expect(abs(first - 1 - last) <= 2, f"attempt {attempt + 1} began with step {first}, {attempt} had reported step {last}")
-    differ = [name for name in expected if recovered.get(name) != expected[name]]
-    expect(not differ and len(recovered) == len(expected), f"{len(differ)} of {len(expected)} tensors differ: {differ[:5]}")
-    stage.note(f"{len(expected)} tensors of step {steps} are those of the undisturbed job")
+    count = expect_same_tensors(job.final_checkpoint(steps), undisturbed)
+    expect_last_steps_kept(stage, job, kills)
+    stage.note(f"{count} tensors of step {steps} are those of the undisturbed job")
     stage.check_memory(baseline)
     for machine in machines:
         machine.process.terminate()

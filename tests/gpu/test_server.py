@@ -2,6 +2,7 @@
 that list processes and GPU memory. Standard library only."""
 
 import base64
+import hashlib
 import json
 import os
 import pathlib
@@ -141,6 +142,14 @@ class Job:
         """Waits for the report of a checkpoint of this step or a later step."""
         return self.until(lambda f: f["type"] == "checkpoint" and f.get("checkpoint", f)["step"] >= step, f"a checkpoint of step {step}")
 
+    def until_attempt(self, number):
+        """Waits until an attempt runs."""
+
+        def matches(frame):
+            return frame["type"] == "state" and frame["state"] == "running" and frame["attempt"] == number
+
+        return self.until(matches, f"attempt {number} runs")
+
     def end(self):
         """Reads events up to the job's end, and returns the final state."""
         while self.state not in FINAL:
@@ -150,6 +159,15 @@ class Job:
 
     def expect_success(self):
         expect(self.end() == "succeeded", f"the job has {self.state}: {self.reason}")
+
+    def final_checkpoint(self, step):
+        """Waits for the job's success, and returns the folder of its checkpoint of the last step."""
+        self.expect_success()
+        return next((self.server.data / "jobs" / self.id / "checkpoints").glob(f"*-{step}"))
+
+    def first_step(self, attempt):
+        """Returns the first step of an attempt."""
+        return min(step for (_, number), steps in self.losses().items() if number == attempt for step in steps)
 
     def losses(self):
         """Returns for each (rank, attempt) the steps with a loss, in the order of their reports."""
@@ -252,6 +270,38 @@ class TestServer:
             raise Failure("the server did not end within 30 s of SIGTERM") from None
         finally:
             self.errors.close()
+
+
+def tensor_digests(checkpoint):
+    """Returns the SHA-256 of each tensor in a checkpoint's files, without metadata."""
+    digests = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        data = file.read_bytes()
+        head = int.from_bytes(data[:8], "little")
+        entries = json.loads(data[8 : 8 + head])
+        for name in sorted(entries.keys() - {"__metadata__"}):
+            begin, end = (8 + head + offset for offset in entries[name]["data_offsets"])
+            digests[file.name, name] = hashlib.sha256(data[begin:end]).hexdigest()
+    return digests
+
+
+def expect_same_tensors(checkpoint, expected):
+    """Expects that a checkpoint has the tensors of another checkpoint, bit for bit. Returns their number."""
+    expected, actual = tensor_digests(expected), tensor_digests(checkpoint)
+    differ = [name for name in expected if actual.get(name) != expected[name]]
+    expect(not differ and len(actual) == len(expected), f"{len(differ)} of {len(expected)} tensors of {checkpoint} differ: {differ[:5]}")
+    return len(expected)
+
+
+def expect_last_steps_kept(stage, job, kills):
+    """Expects that each attempt begins at most two steps from the last step that the other ranks of the previous attempt have reported. `kills`:
+    pairs of an attempt and the rank that was killed in this attempt."""
+    reported = job.losses()
+    for attempt, victim in kills:
+        last = max(max(listed) for (rank, number), listed in reported.items() if number == attempt and rank != victim)
+        first = job.first_step(attempt + 1)
+        stage.note(f"attempt {attempt} reported step {last}, attempt {attempt + 1} began with step {first}")
+        expect(abs(first - 1 - last) <= 2, f"attempt {attempt + 1} began with step {first}, {attempt} had reported step {last}")
 
 
 def gpu_memory():

@@ -103,8 +103,7 @@ async fn arguments_and_environments_of_ranks_contain_no_token() {
     let _permit = training_permit().await;
     let secret = "lockstep_a-token-of-the-person-who-started-this";
     let environment = vec![("LOCKSTEP_TOKEN".to_owned(), secret.to_owned())];
-    let database = crate::postgres::wanted().then(crate::postgres::database);
-    let server = Server::start_on(Agents::Local { cpu_slots: 2 }, database, environment).await;
+    let server = Server::start_in(Agents::Local { cpu_slots: 2 }, environment).await;
     let agent_token = server.data_dir().join("agent/token");
     assert_eq!(fs::symlink_metadata(&agent_token).expect("a token").mode() & 0o7777, 0o600);
     let agent_token = fs::read_to_string(agent_token).expect("a token").trim().to_owned();
@@ -136,8 +135,7 @@ async fn arguments_and_environments_of_ranks_contain_no_token() {
     }
     checked.sort();
     assert_eq!(checked, ["agent", "rank", "rank", "serve"]);
-    let response = server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
-    assert_eq!(response.status, StatusCode::ACCEPTED);
+    server.order(&id, "cancel").await;
     server.wait_for_end(&id).await;
     server.stop().await;
 }

@@ -102,11 +102,11 @@ async fn jobs_continue_on_a_new_machine_with_the_same_database_and_store() {
             number(&job["attempt"]) == 2 && job["state"] == "running"
         })
         .await;
-    let attempts = server.get(&format!("/jobs/{running}/attempts")).await;
-    let from = attempts["attempts"][1]["checkpoint"].as_str().unwrap_or_else(|| panic!("{attempts}"));
+    let attempts = server.attempts(&running).await;
+    let from = attempts[1]["checkpoint"].as_str().unwrap_or_else(|| panic!("{attempts:#?}"));
     let step: u64 = from.rsplit('-').next().and_then(|step| step.parse().ok()).expect("a step");
     assert!(Some(step) >= oldest, "{from}, at least {oldest:?}: {job}");
-    assert_eq!(server.post(&format!("/jobs/{running}/cancel"), &Value::Null).await.status, 202);
+    server.order(&running, "cancel").await;
     server.wait_for_end(&running).await;
     server.stop().await;
 }
@@ -123,8 +123,8 @@ async fn checkpoints_only_in_the_store_can_be_forked_evaluated_and_used() {
     delete_folder();
     assert_eq!(server.last_model(&id).await, model);
     delete_folder();
-    let files = files_below(&pictures::image_folder(external.path(), 1));
-    let picture = fs::read(&files[0]).expect("a picture");
+    let images = pictures::image_folder(external.path(), 1);
+    let picture = fs::read(pictures::boot(&images)).expect("a picture");
     let response = server.http.post(server.api(&format!("/checkpoints/{best}/predict"))).body(picture);
     let response = response.send().await.expect("a response");
     assert!(response.status().is_success(), "{}", response.text().await.unwrap_or_default());
@@ -262,8 +262,7 @@ async fn after_a_damaged_object_the_job_continues_from_the_previous_checkpoint()
     let server = start(bucket.environment(), &external).await;
     let id = server.submit(&spec("damaged", 3000)).await;
     server.until("the job has two checkpoints", async |s: &Server| s.checkpoints(&id).await.len() >= 2).await;
-    assert_eq!(server.post(&format!("/jobs/{id}/pause"), &json!({})).await.status, 202);
-    server.wait_for_job(&id, "it is paused", |job| job["state"] == "paused").await;
+    server.cli(&["pause", &id]).ok();
     wait_until_stored(&server, &id).await;
     let all = server.checkpoints(&id).await;
     let (last, previous) = (newest(&all), all[1]["id"].as_str().expect("an id").to_owned());
@@ -285,18 +284,17 @@ async fn after_a_damaged_object_the_job_continues_from_the_previous_checkpoint()
     let fork = json!({"checkpoint": last, "set": {"train.steps": 4000}});
     server.post(&format!("/jobs/{id}/fork"), &fork).await.problem(422);
 
-    assert_eq!(server.post(&format!("/jobs/{id}/resume"), &json!({})).await.status, 202);
+    server.order(&id, "resume").await;
     server.wait_for_job(&id, "it runs again", |job| job["state"] == "running").await;
-    let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
-    assert_eq!(attempts["attempts"][1]["checkpoint"], previous, "{attempts}");
-    let log = server.cli(&["logs", &id]);
-    assert!(log.ok().contains("is damaged there (the bytes of its model.safetensors"), "{}", log.stdout);
+    let attempts = server.attempts(&id).await;
+    assert_eq!(attempts[1]["checkpoint"], previous, "{attempts:#?}");
+    server.cli(&["logs", &id]).assert_prints(&["is damaged there (the bytes of its model.safetensors"]);
     server
         .until("the damaged checkpoint's objects are deleted", async |_: &Server| {
             bucket.objects().await.iter().all(|object| !object.key.contains(&part_of_key))
         })
         .await;
-    assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.status, 202);
+    server.order(&id, "cancel").await;
     server.wait_for_end(&id).await;
     server.stop().await;
 }

@@ -7,6 +7,15 @@ use crate::{
 };
 use serde_json::{Value, json};
 
+/// The options that name a server's database.
+fn database_options(server: &Server) -> Vec<String> {
+    let mut options = vec!["--data-dir".to_owned(), server.data_dir().display().to_string()];
+    if let Some(url) = &server.database {
+        options.extend(["--database".to_owned(), url.clone()]);
+    }
+    options
+}
+
 #[tokio::test]
 async fn a_backup_of_a_running_server_is_restored_to_another() {
     let server = Server::start_training(64, 16).await;
@@ -14,12 +23,9 @@ async fn a_backup_of_a_running_server_is_restored_to_another() {
     let file = server.folder().path().join("backup");
     let file = file.to_str().expect("UTF-8");
     let data = server.data_dir();
-    let mut options = vec!["--data-dir", data.to_str().expect("UTF-8")];
-    if let Some(url) = &server.database {
-        options.extend(["--database", url]);
-    }
-    let output = server.cli(&[&["backup", "-o", file], &options[..]].concat());
-    assert!(output.ok().contains("backed up 1 job"), "{}", output.stdout);
+    let options = database_options(&server);
+    let options: Vec<_> = options.iter().map(String::as_str).collect();
+    server.cli(&[&["backup", "-o", file], &options[..]].concat()).assert_prints(&["backed up 1 job"]);
     // An existing backup is replaced only with --force.
     let repeat = |more: &[&str]| server.cli(&[&["backup", "-o", file], more, &options[..]].concat());
     let first_backup = std::fs::read(file).expect("a backup");
@@ -82,30 +88,25 @@ async fn after_a_restore_an_attempt_with_a_reused_number_is_new() {
     let checkpoints = json!({"checkpoint": {"every_epochs": null, "every_steps": 20}});
     let id = server.submit(&specs::with(specs::short("again", "fashion", 2, 120), checkpoints)).await;
     server.wait_for_job(&id, "the job trains", |job| number(&job["step"]) > 20).await;
-    assert_eq!(server.post(&format!("/jobs/{id}/pause"), &Value::Null).await.status, 202);
-    server.wait_for_job(&id, "the job is paused", |job| job["state"] == "paused").await;
-    let data = server.data_dir();
-    let mut options = vec!["--data-dir", data.to_str().expect("UTF-8")];
-    if let Some(url) = &server.database {
-        options.extend(["--database", url]);
-    }
+    server.cli(&["pause", &id]).ok();
+    let options = database_options(&server);
+    let options: Vec<_> = options.iter().map(String::as_str).collect();
     server.cli(&[&["backup", "-o", "older"], &options[..]].concat()).ok();
-    assert_eq!(server.post(&format!("/jobs/{id}/resume"), &Value::Null).await.status, 202);
+    server.order(&id, "resume").await;
     server.wait_for_success(&id).await;
     let model = server.last_model(&id).await;
 
     assert_eq!(server.stop_serve(rustix::process::Signal::TERM).await.code(), Some(0));
-    let url = format!("sqlite://{}", data.join("restored.db").display());
+    let url = format!("sqlite://{}", server.data_dir().join("restored.db").display());
     server.cli(&["restore", "older", "--database", &url]).ok();
     server.database = Some(url);
     server.start_serve().await;
     assert_eq!(server.job(&id).await["state"], "paused");
-    assert_eq!(server.post(&format!("/jobs/{id}/resume"), &Value::Null).await.status, 202);
+    server.order(&id, "resume").await;
     server.wait_for_success(&id).await;
-    let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
-    let states: Vec<_> =
-        attempts["attempts"].as_array().expect("attempts").iter().map(|a| &a["state"]).collect();
-    assert_eq!(states, ["paused", "succeeded"], "{attempts:#}");
+    let attempts = server.attempts(&id).await;
+    let states: Vec<_> = attempts.iter().map(|attempt| &attempt["state"]).collect();
+    assert_eq!(states, ["paused", "succeeded"], "{attempts:#?}");
     let folders = std::fs::read_dir(server.job_dir(&id).join("attempts")).expect("a folder");
     assert_eq!(
         folders.count(),

@@ -150,7 +150,7 @@ async fn a_job_file_is_checked_without_submission_with_and_without_a_server() {
         Finished::of(command.args(sets.iter().flat_map(|set| ["--set", *set])))
     };
     let output = validate_offline(&[]);
-    assert!(output.ok().contains("has no mistake"), "{}", output.stdout);
+    output.assert_prints(&["has no mistake"]);
     assert!(output.stderr.contains("no server answers"), "{}", output.stderr);
     validate_offline(&["train.lrr=1", "model.arch=resnet21"]).assert_usage_error(&[
         "2 mistakes",

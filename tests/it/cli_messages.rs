@@ -8,7 +8,7 @@ use crate::{
     specs,
 };
 use serde_json::{Value, json};
-use std::{fs, process::Stdio};
+use std::{fs, path::Path, process::Stdio};
 
 /// Options that make the job file of `init` quick to train.
 const QUICK: [&str; 6] =
@@ -21,11 +21,7 @@ async fn init_writes_a_file_for_train_and_submit() {
     let root = pictures::image_folder(server.folder().path(), 8);
     let root = root.to_str().expect("UTF-8");
     let created = server.cli(&["init", root]);
-    assert!(
-        created.ok().contains("lockstep.toml") && created.stdout.contains("lockstep submit"),
-        "{}",
-        created.stdout
-    );
+    created.assert_prints(&["lockstep.toml", "lockstep submit"]);
     let file = server.folder().path().join("lockstep.toml");
     let text = fs::read_to_string(&file).expect("a file");
     for words in [
@@ -75,7 +71,7 @@ async fn init_writes_a_file_for_train_and_submit() {
     let linked = fs::read_to_string(server.folder().path().join("few.toml")).expect("a file");
     assert!(linked.contains("\nname = \"photos\"\n"), "{linked}");
     let trained = server.cli(&[&["train", "few.toml", "--out", "few-run"][..], &QUICK].concat());
-    assert!(trained.ok().contains("succeeded: validation accuracy "), "{}", trained.stdout);
+    trained.assert_prints(&["succeeded: validation accuracy "]);
     assert!(!(trained.stdout + &trained.stderr).contains("no validation picture"));
     // The smallest pictures, one of each class: the first steps succeed, and the classes without pictures are named.
     let tiny = server.folder().path().join("tiny");
@@ -98,12 +94,13 @@ async fn init_writes_a_file_for_train_and_submit() {
     assert!(!server.folder().path().join("x.toml").exists());
 
     server.cli(&["validate", "lockstep.toml"]).ok();
-    let trained = server.cli(&[&["train", "lockstep.toml"][..], &QUICK].concat());
-    assert!(trained.ok().contains("succeeded: validation accuracy "), "{}", trained.stdout);
+    server
+        .cli(&[&["train", "lockstep.toml"][..], &QUICK].concat())
+        .assert_prints(&["succeeded: validation accuracy "]);
     // The first submission registers the dataset's path under a name.
     for round in 0..2 {
         let sent = server.cli(&[&["submit", "lockstep.toml", "--watch"][..], &QUICK].concat());
-        assert!(sent.ok().contains("succeeded after "), "{}", sent.stdout);
+        sent.assert_prints(&["succeeded after "]);
         assert_eq!(sent.stderr.contains("registering"), round == 0, "{}", sent.stderr);
         for words in ["Ctrl-C ends this display and not the job", "lockstep cancel j"] {
             assert!(sent.stderr.contains(words), "{}", sent.stderr);
@@ -140,8 +137,7 @@ async fn init_writes_a_file_for_train_and_submit() {
     assert!(frames.ok().lines().all(|line| serde_json::from_str::<Value>(line).is_ok()), "{}", frames.stdout);
 
     // A prediction names its job and checkpoint. The job is the first argument.
-    let picture =
-        fs::read_dir(format!("{root}/val/boot")).expect("pictures").flatten().next().expect("one").path();
+    let picture = pictures::boot(Path::new(root));
     let picture = picture.to_str().expect("UTF-8");
     let name = server.job(&id).await["name"].as_str().expect("a name").to_owned();
     for job in [&id, &name] {
@@ -324,8 +320,8 @@ async fn downloaded_weights_can_be_named_in_a_job() {
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend(header.bytes().chain([0; 4]));
     fs::write(&path, file).expect("a file");
-    let got = run(&["weights", "get", "resnet18", "--from", &unused_url]);
-    assert!(got.ok().contains("jobs use it with model.pretrained = \"resnet18\""), "{}", got.stdout);
+    run(&["weights", "get", "resnet18", "--from", &unused_url])
+        .assert_prints(&["jobs use it with model.pretrained = \"resnet18\""]);
     run(&["validate", "job.toml"]).ok();
     fs::write(&path, "a page").expect("a file");
     run(&["validate", "job.toml"])
@@ -341,12 +337,12 @@ async fn an_available_public_dataset_is_registered() {
     for file in fs::read_dir(pictures::bundled_folder()).expect("files").flatten() {
         fs::copy(file.path(), folder.join(file.file_name())).expect("a copy");
     }
-    let got = server.cli(&["dataset", "get", "fashion-mnist"]);
-    assert!(got.ok().contains("fashion-mnist: idx, 10 classes"), "{}", got.stdout);
+    server.cli(&["dataset", "get", "fashion-mnist"]).assert_prints(&["fashion-mnist: idx, 10 classes"]);
     server.cli(&["dataset", "get", "fashion-mnist"]).ok();
     assert_eq!(server.cli(&["dataset", "list", "--json"]).json().as_array().map(Vec::len), Some(1));
-    let unregistered = server.cli(&["dataset", "get", "fashion-mnist", "--no-register"]);
-    assert!(unregistered.ok().contains("lockstep dataset add fashion-mnist "), "{}", unregistered.stdout);
+    server
+        .cli(&["dataset", "get", "fashion-mnist", "--no-register"])
+        .assert_prints(&["lockstep dataset add fashion-mnist "]);
     server.stop().await;
 }
 

@@ -41,9 +41,7 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     let dataset = pictures::idx_dataset(server.folder().path(), 320, 40);
     assert!(server.cli(&["dataset", "list"]).ok().contains("dataset add"), "an empty list says what to do");
     let added = server.cli(&["dataset", "add", "fashion", dataset.to_str().expect("UTF-8")]);
-    for word in ["fashion", "idx", "28 x 28", "320", "40"] {
-        assert!(added.ok().contains(word), "{}", added.stdout);
-    }
+    added.assert_prints(&["fashion", "idx", "28 x 28", "320", "40"]);
     assert!(server.cli(&["dataset", "list"]).ok().contains("320 train"));
     let mut info = server.cli(&["dataset", "inspect", "fashion", "--json"]).json();
     assert!(info.as_object_mut().expect("an object").remove("inspected_at").is_some());
@@ -66,7 +64,7 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     assert!(watched.stderr.contains("\nnext: `lockstep predict j"), "{}", watched.stderr);
 
     let listed = server.cli(&["list"]);
-    assert!(listed.ok().contains("watched") && listed.stdout.contains("succeeded"), "{}", listed.stdout);
+    listed.assert_prints(&["watched", "succeeded"]);
     assert!(listed.stdout.lines().next().is_some_and(|header| header.ends_with("AGE")), "{}", listed.stdout);
     let age = listed.stdout.lines().nth(1).map(|row| row.split("  ").last().unwrap_or_default());
     assert!(age.is_some_and(|age| age.ends_with(" s") || age.ends_with(" min")), "{}", listed.stdout);
@@ -81,8 +79,7 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
     assert_eq!((&job["state"], &job["step"]), (&"succeeded".into(), &12.into()));
     let id = job["id"].as_str().expect("an id");
     let mut expected = server.job(id).await;
-    let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
-    expected["attempts"] = attempts["attempts"].clone();
+    expected["attempts"] = server.attempts(id).await.into();
     assert_eq!(job, expected, "the same as over REST");
     assert!(server.cli(&["show", id]).ok().contains("succeeded"));
 
@@ -226,17 +223,6 @@ pub(crate) fn run_on_terminal(variables: &[(&str, OsString)], args: &[&str], typ
 }
 
 #[tokio::test]
-async fn doctor_gathers_a_tensor_from_each_rank() {
-    let _permit = training_permit().await;
-    let two = Finished::of(lockstep().args(["doctor", "--ranks", "2"]));
-    assert!(two.ok().contains("[[0.], [1.]]"), "{}", two.stdout);
-    let four = Finished::of(lockstep().args(["doctor", "--ranks", "4"]));
-    assert!(four.ok().contains("[[0.], [1.], [2.], [3.]]"), "{}", four.stdout);
-    let json = Finished::of(lockstep().args(["doctor", "--ranks", "2", "--json"])).json();
-    assert!(json.is_object() || json.is_array());
-}
-
-#[tokio::test]
 async fn commands_that_need_a_gpu_say_so_without_one() {
     let folder = Folder::new();
     let run_without_gpu = |args: &[&str]| {
@@ -272,7 +258,7 @@ async fn train_needs_no_server() {
         (Finished::of(&mut command), out)
     };
     let (finished, out) = train("whole", 12, &[]);
-    assert!(finished.ok().contains("epoch: 1 step: 12, loss is "), "{}", finished.stdout);
+    finished.assert_prints(&["epoch: 1 step: 12, loss is "]);
     // The job's loss is the mean over its ranks.
     let loss = |output: &str| -> f32 {
         let line = output.lines().find_map(|line| line.strip_prefix("epoch: 1 step: 12, loss is "));
@@ -292,8 +278,7 @@ async fn train_needs_no_server() {
     }
     // The next command is printed. Like `export`, it uses the best checkpoint of the run's folder.
     assert!(finished.stderr.contains("next: `lockstep predict --model "), "{}", finished.stderr);
-    let boots = pictures::image_folder(folder.path(), 1).join("val/boot");
-    let picture = fs::read_dir(boots).expect("pictures").flatten().next().expect("one").path();
+    let picture = pictures::boot(&pictures::image_folder(folder.path(), 1));
     let predict =
         |model: &Path| Finished::of(lockstep().arg("predict").arg(&picture).arg("--model").arg(model));
     let of_run = predict(&out);

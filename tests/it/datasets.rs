@@ -31,9 +31,10 @@ async fn a_dataset_is_prepared_and_registered_by_one_command() {
         listed.as_array().expect("a list").iter().map(path).collect::<Vec<_>>()
     };
     let added = server.cli(&["dataset", "add", "pets", &hub, "--prepare", "16"]);
-    for words in ["hub-16: 9 train, 3 validation pictures in 2 shards", "pets: webdataset, 3 classes"] {
-        assert!(added.ok().contains(words), "{}", added.stdout);
-    }
+    added.assert_prints(&[
+        "hub-16: 9 train, 3 validation pictures in 2 shards",
+        "pets: webdataset, 3 classes",
+    ]);
     assert_eq!(paths(), [(json!("pets"), json!(here("hub-16")))]);
     let add = ["dataset", "add", "other", &hub, "--prepare", "16", "--to", "elsewhere", "--json"];
     assert_eq!(server.cli(&add).json()["info"]["format"], "webdataset");
@@ -68,8 +69,7 @@ async fn training_without_a_server_uses_the_available_validation_split() {
     let out = folder.path().join("out");
     let mut command = lockstep();
     command.arg("train").arg(file).arg("--out").arg(&out).current_dir(folder.path());
-    let finished = Finished::of(&mut command);
-    assert!(finished.ok().contains("succeeded: validation accuracy "), "{}", finished.stdout);
+    Finished::of(&mut command).assert_prints(&["succeeded: validation accuracy "]);
     let spec = fs::read(out.join("spec.json")).expect("the job as it was trained");
     let spec: Value = serde_json::from_slice(&spec).expect("JSON");
     assert_eq!(spec["data"]["validation"], "validation");
@@ -100,8 +100,7 @@ async fn jobs_are_checked_with_the_pictures_that_a_folder_has_now() {
         }
     }
     let job = server.submit(&spec).await;
-    let listed = server.cli(&["dataset", "list"]);
-    assert!(listed.ok().contains("28 train, 36 val"), "{}", listed.stdout);
+    server.cli(&["dataset", "list"]).assert_prints(&["28 train, 36 val"]);
     let dataset = server.get("/datasets/folder").await;
     assert_eq!(dataset["info"]["classes"], json!(["boot", "sandal", "trouser"]));
     server.wait_for_success(&job).await;

@@ -64,7 +64,6 @@ async fn both_machines_are_named_if_the_right_copy_is_unknown() {
     let _permit = training_permit().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     let here = server.folder().path().join("here");
-    fs::create_dir_all(&here).expect("a folder");
     let dataset = pictures::idx_dataset(&here, 640, 64);
     let as_registered = Folder::new();
     let copy = pictures::idx_dataset(as_registered.path(), 640, 64);

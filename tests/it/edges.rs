@@ -65,9 +65,7 @@ async fn averaged_weights_are_evaluated_used_and_downloaded_by_name() {
     let losses = [loss("").await, loss("?weights=model").await, loss("?weights=ema").await];
     assert!(losses[0] == losses[1] && losses[0] != losses[2], "{losses:?}");
     server.request(Method::GET, &format!("/jobs/{id}/evaluation?weights=both"), None).await.problem(400);
-    let pictures = pictures::image_folder(folder, 1).join("train/boot");
-    let picture =
-        fs::read_dir(pictures).expect("a folder").next().expect("a picture").expect("a picture").path();
+    let picture = pictures::boot(&pictures::image_folder(folder, 1));
     let predict = |weights: &str| {
         let picture = picture.to_str().expect("UTF-8");
         server.cli(&["predict", &id, picture, "--weights", weights, "--json"]).json()
@@ -82,15 +80,8 @@ async fn pictures_up_to_24_mib_are_classified_and_files_are_private() {
     let id = server.train(&specs::short("classifier", "fashion", 1, 4)).await;
     let list = server.get(&format!("/jobs/{id}/checkpoints")).await;
     let checkpoint = list["checkpoints"][0]["id"].as_str().expect("an id").to_owned();
-    let png = fs::read(
-        fs::read_dir(pictures::image_folder(server.folder().path(), 1).join("train/boot"))
-            .expect("a folder")
-            .next()
-            .expect("a picture")
-            .expect("a picture")
-            .path(),
-    )
-    .expect("a picture");
+    let images = pictures::image_folder(server.folder().path(), 1);
+    let png = fs::read(pictures::boot(&images)).expect("a picture");
     let url = server.api(&format!("/checkpoints/{checkpoint}/predict"));
     let send = async |request: reqwest::RequestBuilder| {
         Response::read(request.send().await.expect("a response")).await

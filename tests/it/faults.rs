@@ -92,10 +92,8 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
         "a restart from a checkpoint does not change a bit of the weights"
     );
     // The reason why the first attempt ended is kept after the second has succeeded.
-    let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
-    let [first, second] = &attempts["attempts"].as_array().expect("attempts")[..] else {
-        panic!("{attempts:#}")
-    };
+    let attempts = server.attempts(&id).await;
+    let [first, second] = &attempts[..] else { panic!("{attempts:#?}") };
     assert_eq!((&first["state"], &second["state"]), (&json!("failed"), &json!("succeeded")));
     let why = &first["reason"];
     assert_eq!((&why["code"], &why["rank"], &why["signal"]), (&json!("rank_killed"), &json!(1), &json!(9)));
@@ -113,7 +111,7 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
         "{log}"
     );
     let shown = server.cli(&["show", &id, "--json"]).json();
-    assert_eq!((&shown["state"], &shown["attempts"]), (&json!("succeeded"), &attempts["attempts"]));
+    assert_eq!((&shown["state"], &shown["attempts"]), (&json!("succeeded"), &json!(attempts)));
     // Both attempts' logs are kept.
     for attempt in [1, 2] {
         let is_kept = fs::read_dir(server.job_dir(&id).join("attempts")).expect("a folder").any(|folder| {

@@ -69,9 +69,8 @@ fn write_weights(path: &Path) {
 async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
     let _permit = training_permit().await;
     let cache = Folder::new();
-    let database = crate::postgres::wanted().then(crate::postgres::database);
     let environment = vec![("LOCKSTEP_CACHE".into(), cache.path().display().to_string())];
-    let server = Server::start_on(Agents::Local { cpu_slots: 2 }, database, environment).await;
+    let server = Server::start_in(Agents::Local { cpu_slots: 2 }, environment).await;
     let here = server.folder().path();
     let folder = here.join("home/pictures/flowers");
     write_folder(&folder);
@@ -85,8 +84,8 @@ async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
         Finished::of(shell.current_dir(here).envs(server.client_variables()).env("HOME", here.join("home")))
     };
 
-    let added = run_line(&pages::line("docs/training.md", "lockstep dataset add flowers "));
-    assert!(added.ok().contains("131") && added.stdout.contains("3 unusable files"), "{}", added.stdout);
+    run_line(&pages::line("docs/training.md", "lockstep dataset add flowers "))
+        .assert_prints(&["131", "3 unusable files"]);
     server.cli(&["validate", "finetune.toml"]).ok();
     let submit = pages::line("docs/training.md", "lockstep submit finetune.toml");
     // Weights of another network, a missing file and a file without weights are refused at submission.
@@ -124,15 +123,13 @@ async fn fine_tuning_takes_three_commands_from_a_folder_to_a_prediction() {
     assert_eq!((train["lr"].as_f64(), train["schedule"].as_str()), (Some(0.00125), Some("cosine")));
     // Broken files are named, and a fifth of the pictures is used for validation.
     let log = server.cli(&["logs", id]);
-    for words in [
+    log.assert_prints(&[
         "3 broken files are left out",
         "notes.jpg",
         "empty.jpg",
         "cut.jpg",
         "classes have no validation picture",
-    ] {
-        assert!(log.ok().contains(words), "{words:?} in {}", log.stdout);
-    }
+    ]);
     let counts =
         log.stdout.split(" pixels; ").nth(1).expect("counts").split(" validation").next().expect("counts");
     let (training, held_out) = counts.split_once(" training and ").expect("two counts");

@@ -78,12 +78,7 @@ async fn the_readme_s_eight_commands_classify_a_picture_on_an_empty_machine() {
         assert!(since.elapsed() < TIMEOUT, "no machine: {:?}", run_line("lockstep machine list"));
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    let created = run_line(&init);
-    assert!(
-        created.ok().contains("80 train") && created.stdout.contains(" on this machine"),
-        "{}",
-        created.stdout
-    );
+    run_line(&init).assert_prints(&["80 train", " on this machine"]);
     let text = fs::read_to_string(folder.path().join("lockstep.toml")).expect("a job file");
     assert!(text.contains("validation = 0.2\nvalidation_seed = "), "{text}");
     let (command, _) = submit.split_once('#').expect("a comment");
@@ -92,8 +87,7 @@ async fn the_readme_s_eight_commands_classify_a_picture_on_an_empty_machine() {
     assert!(last.contains("validation accuracy "), "{last}");
     // Pictures that are added later count at once. The job file names the folder by its path.
     photos(&home, 50);
-    let validated = run_line("lockstep validate lockstep.toml");
-    assert!(validated.ok().contains("80 training pictures"), "{}", validated.stdout);
+    run_line("lockstep validate lockstep.toml").assert_prints(&["80 training pictures"]);
     let classified = run_line(&predict);
     assert!(classified.ok().starts_with("new.jpg: "), "{}", classified.stdout);
     assert!(

@@ -2,15 +2,14 @@
 
 use crate::{
     pictures,
-    server::{Agents, Server, exit_status, lockstep, number, signal, training_permit},
+    server::{Agents, Process, Server, exit_status, lockstep, number, signal, training_permit},
     specs,
 };
-use reqwest::{Method, StatusCode};
+use reqwest::StatusCode;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::{
     fs::{self, File},
-    path::Path,
     process::Child,
 };
 
@@ -71,9 +70,9 @@ impl Machines {
     fn kill(&mut self, name: &str, with_ranks_of: Option<&str>) {
         let index = self.agents.iter().position(|agent| agent.0 == name).expect("an agent of this name");
         let (_, mut agent) = self.agents.remove(index);
-        let pid = agent.id();
+        let pid = agent.id() as i32;
         let ranks = with_ranks_of.map(|job| self.server.ranks(job)).unwrap_or_default();
-        for (_, rank) in ranks.iter().filter(|(_, rank)| parent(rank.pid) == Some(pid)) {
+        for (_, rank) in ranks.iter().filter(|(_, rank)| Process::parent_of(rank.pid) == Some(pid)) {
             signal(rank.pid, Signal::KILL);
         }
         agent.kill().expect("SIGKILL");
@@ -95,26 +94,10 @@ impl Machines {
         self.server.stop().await;
     }
 
-    async fn order(&self, id: &str, order: &str) {
-        let response = self.server.request(Method::POST, &format!("/jobs/{id}/{order}"), None).await;
-        assert_eq!(response.status, StatusCode::ACCEPTED, "{}", response.text);
-    }
-
     /// Waits until a job trains.
     async fn until_training(&self, id: &str) -> Value {
         self.server.wait_for_job(id, "the job trains", |job| number(&job["step"]) >= 3).await
     }
-
-    async fn attempts(&self, id: &str) -> Vec<Value> {
-        let response = self.server.get(&format!("/jobs/{id}/attempts")).await;
-        response["attempts"].as_array().expect("attempts").clone()
-    }
-}
-
-/// The parent of a process.
-fn parent(pid: i32) -> Option<u32> {
-    let status = fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("status")).ok()?;
-    status.lines().find_map(|line| line.strip_prefix("PPid:")?.trim().parse().ok())
 }
 
 /// A job with a checkpoint every ten steps. Its weights depend only on its seed.
@@ -170,11 +153,15 @@ async fn a_rank_killed_on_the_second_agent_restarts_the_job_to_the_same_bits() {
         machines.server.wait_for_job(&id, "the job trains", |job| number(&job["step"]) >= 25).await;
         let ranks = machines.server.ranks(&id);
         let (_, second) = ranks.iter().find(|(rank, _)| *rank == 1).expect("rank 1");
-        assert_eq!(parent(second.pid), Some(machines.pid("b") as u32), "rank 1 is on the second machine");
+        assert_eq!(
+            Process::parent_of(second.pid),
+            Some(machines.pid("b")),
+            "rank 1 is on the second machine"
+        );
         signal(second.pid, Signal::KILL);
         let job = machines.server.wait_for_success(&id).await;
         assert_eq!(number(&job["attempt"]), 2, "{job:#}");
-        let attempts = machines.attempts(&id).await;
+        let attempts = machines.server.attempts(&id).await;
         let reason = attempts[0]["reason"]["words"].as_str().unwrap_or_default();
         assert!(reason.contains("rank 1 was killed by signal 9"), "{attempts:#?}");
         assert!(attempts.iter().all(|attempt| attempt["agents"] == json!(["a", "b"])), "{attempts:#?}");
@@ -201,7 +188,7 @@ async fn after_an_agent_s_lease_expires_the_job_continues_there_or_on_a_spare() 
     let lost =
         |attempt: u64| move |job: &Value| job["state"] == "restarting" && number(&job["attempt"]) == attempt;
     machines.server.wait_for_job(&id, "the lease expires", lost(1)).await;
-    let reason = machines.attempts(&id).await[0]["reason"]["words"].clone();
+    let reason = machines.server.attempts(&id).await[0]["reason"]["words"].clone();
     assert!(reason.as_str().is_some_and(|r| r.contains("agent \"b\" was silent")), "{reason}");
     assert!(machines.server.ranks(&id).is_empty(), "no rank is left before the next attempt");
     signal(machines.pid("b"), Signal::CONT);
@@ -213,9 +200,9 @@ async fn after_an_agent_s_lease_expires_the_job_continues_there_or_on_a_spare() 
     let is_third = |job: &Value| number(&job["attempt"]) == 3 && job["state"] == "running";
     let job = machines.server.wait_for_job(&id, "the job continues on the spare", is_third).await;
     assert_eq!(job["agents"], json!(["a", "spare"]));
-    let reason = machines.attempts(&id).await[1]["reason"]["words"].clone();
+    let reason = machines.server.attempts(&id).await[1]["reason"]["words"].clone();
     assert!(reason.as_str().is_some_and(|r| r.contains("agent \"b\" was silent")), "{reason}");
-    machines.order(&id, "cancel").await;
+    machines.server.order(&id, "cancel").await;
     assert_eq!(machines.server.wait_for_end(&id).await["state"], "cancelled");
     machines.stop().await;
 }
@@ -226,14 +213,14 @@ async fn cancel_pause_and_shutdown_reach_all_machines() {
     let mut machines = Machines::start(&[("a", 1), ("b", 1)]).await;
     let id = machines.server.submit(&job(2, 1_000_000)).await;
     machines.until_training(&id).await;
-    machines.order(&id, "pause").await;
+    machines.server.order(&id, "pause").await;
     let paused = |job: &Value| job["state"] == "paused";
     let job = machines.server.wait_for_job(&id, "the job is paused", paused).await;
     assert!(machines.server.ranks(&id).is_empty(), "no rank is left");
     let step = number(&job["step"]);
     let newest = machines.server.checkpoints(&id).await.iter().filter_map(|c| c["step"].as_u64()).max();
     assert_eq!(newest, Some(step), "a checkpoint of the last step");
-    machines.order(&id, "resume").await;
+    machines.server.order(&id, "resume").await;
     machines.server.wait_for_job(&id, "the job continues", |job| number(&job["step"]) > step + 3).await;
 
     // One machine is shut down: the job loses no step, and this does not count as a restart.
@@ -247,7 +234,7 @@ async fn cancel_pause_and_shutdown_reach_all_machines() {
     machines.join("b", 1, &[]);
     machines.server.wait_for_job(&id, "the job continues", |job| number(&job["step"]) > step + 3).await;
 
-    machines.order(&id, "cancel").await;
+    machines.server.order(&id, "cancel").await;
     assert_eq!(machines.server.wait_for_end(&id).await["state"], "cancelled");
     assert!(machines.server.ranks(&id).is_empty(), "no rank is left on any machine");
     machines.stop().await;
@@ -273,7 +260,7 @@ async fn restarted_servers_and_agents_find_their_parts_of_a_job() {
         machines.join(name, 1, &[]);
         assert_continues(&machines).await;
     }
-    machines.order(&id, "cancel").await;
+    machines.server.order(&id, "cancel").await;
     assert_eq!(machines.server.wait_for_end(&id).await["state"], "cancelled");
     machines.stop().await;
 }
@@ -326,7 +313,7 @@ async fn large_jobs_wait_for_all_slots_in_order_and_are_not_overtaken() {
         )
         .await;
     for holder in &holders {
-        machines.order(holder, "cancel").await;
+        machines.server.order(holder, "cancel").await;
         server.wait_for_end(holder).await;
     }
     let mut started = Vec::new();

@@ -56,11 +56,7 @@ async fn an_evaluation_reports_its_pictures_and_how_many_were_trained_on() {
     let note = format!("the checkpoint's run was validated with another set of {held_out} pictures");
     assert_eq!(grown["note"], note);
     let output = server.cli(&["evaluate", &id]);
-    assert!(
-        output.ok().contains(&format!(" of {pictures} pictures, loss ")) && output.stdout.contains(&note),
-        "{}",
-        output.stdout
-    );
+    output.assert_prints(&[&format!(" of {pictures} pictures, loss "), &note]);
     let is_certain = grown["accuracy"] == 0.0 || grown["accuracy"] == 1.0;
     assert!(is_certain || output.stdout.contains(" ± "), "{}", output.stdout);
 
@@ -93,7 +89,7 @@ async fn an_evaluation_reports_its_pictures_and_how_many_were_trained_on() {
     let log = server.cli(&["logs", fork]);
     let words =
         format!("{trained_on} of the {} validation pictures were training pictures", foreign["samples"]);
-    assert!(log.ok().contains(&words), "{}", log.stdout);
+    log.assert_prints(&[&words]);
     let job = server.get(&format!("/jobs/{fork}")).await;
     assert!(job["diagnosis"].as_str().is_some_and(|diagnosis| diagnosis.contains(&words)), "{job:#}");
     // The list and the pages of models mark the accuracy, too.

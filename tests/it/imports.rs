@@ -56,10 +56,9 @@ async fn exported_jobs_are_imported_with_every_value() {
     assert!(server.post("/runs/first/records", &nan).await.status.is_success());
     let expected = points(&server, &id);
     assert_eq!(expected.len(), 4001);
-    let shown = server.cli(&["show", &id]);
-    for words in ["ranks               none (run from elsewhere)", "train/loss          5.00e-4"] {
-        assert!(shown.ok().contains(words), "{words} in {}", shown.stdout);
-    }
+    server
+        .cli(&["show", &id])
+        .assert_prints(&["ranks               none (run from elsewhere)", "train/loss          5.00e-4"]);
     assert!(server.cli(&["list"]).ok().contains("elsewhere"));
     assert!(server.cli(&["metrics", &id, "train/loss"]).ok().contains("5.00e-4"));
     server.cli(&["metrics", &id, "nope"]).assert_usage_error(&["has no metric \"nope\"", "train/loss"]);

@@ -1,7 +1,10 @@
 //! The commands of the page Machines, run as written: on the server's machine, and in another folder that contains only the
 //! files that the page names.
 
-use crate::server::{Folder, LOCKSTEP, TIMEOUT, free_port, lockstep, signal};
+use crate::{
+    pages,
+    server::{Folder, TIMEOUT, free_port, lockstep, signal},
+};
 use rustix::process::Signal;
 use std::{
     fs,
@@ -22,15 +25,9 @@ impl Drop for Terminated {
 
 /// A shell that has `lockstep` on its path and no variables of another server.
 fn shell(line: &str, folder: &Path) -> Command {
-    let program = Path::new(LOCKSTEP);
-    let path = format!(
-        "{}:{}",
-        program.parent().expect("a folder").display(),
-        std::env::var("PATH").unwrap_or_default()
-    );
     let mut command = Command::new("sh");
     // The shell becomes the program, which gets the test's signal.
-    command.args(["-c", &format!("exec {line}")]).current_dir(folder).env("PATH", path);
+    command.args(["-c", &format!("exec {line}")]).current_dir(folder).env("PATH", pages::path());
     for name in ["LOCKSTEP_SERVER", "LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE", "LOCKSTEP_CA_FILE"] {
         command.env_remove(name);
     }

@@ -17,8 +17,7 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
     server.register("clothes", &pictures::idx_dataset(folder, 64, 16)).await;
     let job = |name: &str| specs::short(name, "clothes", 1, 4);
     let first = server.train(&job("fashion")).await;
-    let boots = pictures::image_folder(folder, 2).join("train/boot");
-    let boot = fs::read_dir(boots).expect("a folder").flatten().next().expect("a picture").path();
+    let boot = pictures::boot(&pictures::image_folder(folder, 1));
     image::open(&boot).expect("a picture").save(folder.join("shoe.png")).expect("a picture");
     let run_line = |line: &str| {
         let mut shell = pages::shell(line);

@@ -5,7 +5,7 @@ mod options;
 
 use crate::{
     pictures,
-    server::{Finished, Folder, TIMEOUT, exit_status, lockstep, signal, training_permit},
+    server::{Finished, Folder, TIMEOUT, exit_status, faketime, lockstep, signal, training_permit},
     specs,
     tls::serve::{Serve, ca, listens},
 };
@@ -126,8 +126,7 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
     let submitted = client.post(format!("{}/api/v1/jobs", https(&serve))).json(&spec).send().await;
     let submitted = submitted.expect("a response");
     let job: Value = submitted.json().await.expect("JSON");
-    let watched = here(&["watch", job["id"].as_str().expect("an id")]);
-    assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
+    here(&["watch", job["id"].as_str().expect("an id")]).assert_prints(&["succeeded"]);
 
     // The name is bound to this agent: another agent with the same certificate is refused, and ends.
     let mut second = Agent::start(&serve, "two", &certificate);
@@ -152,8 +151,7 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
     drop(by_token);
 
     // After the revocation, the open connection ends within seconds and new ones are refused. Repeated attempts are logged once.
-    let listed = ca(serve.folder.path(), &["list", "--data-dir", "data"]);
-    assert!(listed.ok().contains("node-a") && listed.stdout.contains("valid"), "{}", listed.stdout);
+    ca(serve.folder.path(), &["list", "--data-dir", "data"]).assert_prints(&["node-a", "valid"]);
     let revoked = Instant::now();
     ca(serve.folder.path(), &["revoke", "node-a", "--data-dir", "data"]).ok();
     wait_for_agent(&serve, "node-a", |agent| !is_online(agent)).await;
@@ -208,12 +206,7 @@ fn issue_at(serve: &Serve, name: &str, clock: &str, days: &str) {
 
 /// Shifts a command's clock, as [`issue_at`] does.
 fn with_clock<'a>(command: &'a mut Command, clock: &str) -> &'a mut Command {
-    let folders = fs::read_dir("/usr/lib").expect("/usr/lib").flatten();
-    let library =
-        folders.map(|entry| entry.path().join("faketime/libfaketime.so.1")).find(|path| path.exists());
-    let library =
-        library.expect("this test needs libfaketime: `apt-get install libfaketime` (tests/run does)");
-    command.env("LD_PRELOAD", library).env("FAKETIME", clock).env("DONT_FAKE_MONOTONIC", "1")
+    command.env("LD_PRELOAD", faketime()).env("FAKETIME", clock).env("DONT_FAKE_MONOTONIC", "1")
 }
 
 #[tokio::test]

@@ -31,8 +31,7 @@ async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
 
     let id = server.submit(&spec("paused")).await;
     wait_for_step(&server, &id, 30).await;
-    let output = server.cli(&["pause", &id]);
-    assert!(output.ok().contains("paused: paused on request; continues from step"), "{}", output.stdout);
+    server.cli(&["pause", &id]).assert_prints(&["paused: paused on request; continues from step"]);
     let job = server.job(&id).await;
     let step = number(&job["step"]);
     assert!((30..STEPS).contains(&step), "{job:#}");

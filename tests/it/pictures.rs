@@ -1,5 +1,5 @@
-//! Datasets for tests: subsets of the bundled Fashion-MNIST, small enough to train on in a second or two, and a
-//! truncated dataset.
+//! Datasets for tests: subsets of the bundled Fashion-MNIST, small enough to train on in a second or two, and
+//! pseudo-random pictures.
 
 use flate2::read::GzDecoder;
 use std::{
@@ -95,24 +95,24 @@ pub(crate) fn image_folder(folder: &Path, per_class: usize) -> PathBuf {
     root
 }
 
-/// Writes the binary CIFAR-10 layout with pseudo-random pictures and returns its path. The second training file
-/// ends in the middle of a record.
-pub(crate) fn truncated_cifar10(folder: &Path) -> PathBuf {
-    let root = folder.join("cifar-10-batches-bin");
-    fs::create_dir_all(&root).expect("a folder");
+/// A picture of an image folder's class boot, which is not among its training pictures.
+pub(crate) fn boot(image_folder: &Path) -> PathBuf {
+    let boots = fs::read_dir(image_folder.join("val/boot")).expect("a folder");
+    boots.flatten().next().expect("a picture").path()
+}
+
+/// Writes a folder in the binary CIFAR-10 format, with this number of pseudo-random pictures in each file.
+pub(crate) fn write_cifar10(folder: &Path, pictures_per_file: usize) {
+    fs::create_dir_all(folder).expect("a folder");
     let names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"];
-    fs::write(root.join("batches.meta.txt"), names.join("\n") + "\n").expect("names");
-    let record = |i: usize| {
-        let pixels = (0..3072usize).map(move |p| ((p * 31 + i * 17) % 251) as u8);
-        std::iter::once((i % 10) as u8).chain(pixels)
-    };
-    for file in ["data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"]
-    {
-        let mut bytes: Vec<u8> = (0..20).flat_map(record).collect();
-        if file == "data_batch_2" {
-            bytes.truncate(19 * 3073 + 1000);
-        }
-        fs::write(root.join(format!("{file}.bin")), bytes).expect("a batch");
+    fs::write(folder.join("batches.meta.txt"), names.join("\n") + "\n").expect("names");
+    let files = (1..=5).map(|number| format!("data_batch_{number}.bin")).chain(["test_batch.bin".into()]);
+    for (file, name) in files.enumerate() {
+        let record = |i: usize| {
+            let pixels = (0..3072).map(move |p| ((p * 31 + i * 17 + file) % 251) as u8);
+            std::iter::once((i % 10) as u8).chain(pixels)
+        };
+        let records: Vec<u8> = (0..pictures_per_file).flat_map(record).collect();
+        fs::write(folder.join(name), records).expect("a file");
     }
-    root
 }

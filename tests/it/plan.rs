@@ -92,12 +92,12 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
     }
     let eight = plan(folder, &["--machine", "machine.json", "--classes", "1000", "--ranks", "8"]);
     let assumption = "8 ranks need 2 machines like the measured machine. The times are for 2 machines. If all ranks share one";
-    assert!(eight.ok().contains(assumption), "{}", eight.stdout);
-    let two = plan(folder, &["--machine", "machine.json", "--classes", "1000", "--ranks", "2"]);
-    assert!(two.ok().contains("measured with 4 ranks on one machine. With fewer ranks,"), "{}", two.stdout);
+    eight.assert_prints(&[assumption]);
+    plan(folder, &["--machine", "machine.json", "--classes", "1000", "--ranks", "2"])
+        .assert_prints(&["measured with 4 ranks on one machine. With fewer ranks,"]);
     let height = "--machine machine.json --classes 1000 --set parallel.mode=hybrid --set parallel.height=2";
     let rows = plan(folder, &height.split(' ').collect::<Vec<_>>());
-    assert!(rows.ok().contains("same pictures, up to 1/2 of the rows"), "{}", rows.stdout);
+    rows.assert_prints(&["same pictures, up to 1/2 of the rows"]);
     let unpinned = plan(folder, &["--machine", "machine.json", "--classes", "1000"]);
     let text = unpinned.ok();
     for words in [

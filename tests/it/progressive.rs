@@ -97,7 +97,7 @@ async fn a_model_of_several_sizes_is_used_at_its_evaluation_size() {
     let done = server.wait_for_success(&id).await;
     assert_eq!(done["spec"]["data"]["image_size"], job["data"]["image_size"]);
     let shown = server.cli(&["show", &id]);
-    assert!(shown.ok().contains("validation_size = 16"), "{}", shown.stdout);
+    shown.assert_prints(&["validation_size = 16"]);
     let (_, file) = shown.stdout.split_once("\n\n").expect("a blank line before the job");
     let copy = server.folder().write("copy.toml", file);
     let copy = server.cli(&["submit", copy.to_str().expect("UTF-8"), "--json"]).json();

@@ -49,8 +49,7 @@ async fn jobs_have_projects_and_are_listed_by_project() {
     for (arguments, expected) in cases {
         assert_eq!(names(&listed(arguments)), expected, "{arguments:?}");
     }
-    let shown = server.cli(&["show", "b"]);
-    assert!(shown.ok().contains("vision") && shown.stdout.contains("file, one, two"), "{}", shown.stdout);
+    server.cli(&["show", "b"]).assert_prints(&["vision", "file, one, two"]);
     assert!(server.cli(&["list", "--project", "other"]).ok().contains("no job matches"));
     server.cli(&["list", "--sort", "nam"]).assert_usage_error(&["did you mean \"name\"?"]);
     server.cli(&["list", "--state", "running,done"]).assert_usage_error(&["done"]);

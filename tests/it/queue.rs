@@ -3,21 +3,16 @@
 use crate::{
     pictures,
     server::{Agents, Server, number, training_permit},
-    socket::{Socket, is_metric, last_step, states, stored},
+    socket::{states, stored, wait_for_step},
     specs,
 };
 use lockstep_protocol::JobState::{Pausing, Queued, Running, Starting, Succeeded};
-use reqwest::{Method, StatusCode};
+use reqwest::Method;
 use serde_json::{Value, json};
 
 /// A job that runs until it is cancelled.
 fn endless(name: &str, ranks: u32) -> Value {
     specs::short(name, "fashion", ranks, 1_000_000)
-}
-
-async fn cancel(server: &Server, id: &str) {
-    let response = server.request(Method::POST, &format!("/jobs/{id}/cancel"), None).await;
-    assert_eq!(response.status, StatusCode::ACCEPTED, "{}", response.text);
 }
 
 fn started_at(job: &Value) -> jiff::Timestamp {
@@ -66,7 +61,7 @@ async fn gangs_wait_for_all_their_slots_and_higher_priorities_run_first() {
     assert!(lines[0].starts_with("PLACE") && lines[1].contains("high"), "{}", printed.stdout);
     assert!(lines[2].contains("every other slot that becomes free, kept for high"), "{}", printed.stdout);
     assert!(server.cli(&["queue", "--project", "none"]).ok().starts_with("no waiting job matches"));
-    cancel(&server, &holder).await;
+    server.order(&holder, "cancel").await;
     let mut times = Vec::new();
     for id in [&high, &low, &last] {
         times.push(started_at(&server.wait_for_success(id).await));
@@ -171,12 +166,12 @@ async fn jobs_train_concurrently_and_the_priority_of_waiting_jobs_is_changed_by_
     ] {
         server.cli(args).assert_usage_error(&[words]);
     }
-    cancel(&server, &a).await;
+    server.order(&a, "cancel").await;
     assert_eq!(server.wait_for_end(&a).await["state"], "cancelled");
     // The other job is not disturbed.
     let step = number(&server.job(&b).await["step"]);
     server.wait_for_job(&b, "the job continues", |job| number(&job["step"]) > step + 5).await;
-    cancel(&server, &b).await;
+    server.order(&b, "cancel").await;
     server.wait_for_end(&b).await;
     server.stop().await;
 }
@@ -195,12 +190,12 @@ async fn a_job_can_be_cancelled_in_any_state() {
     assert_refused(Method::DELETE, "", "running").await;
     assert!(!server.ranks(&running).is_empty(), "the ranks still run");
     let queued = server.submit(&specs::short("queued", "fashion", 2, 5)).await;
-    cancel(&server, &queued).await;
+    server.order(&queued, "cancel").await;
     let job = server.wait_for_end(&queued).await;
     assert_eq!((&job["state"], number(&job["attempt"])), (&json!("cancelled"), 0), "{job:#}");
     assert!(!server.job_dir(&queued).join("attempts").exists(), "the job has never started");
 
-    cancel(&server, &running).await;
+    server.order(&running, "cancel").await;
     let job = server.wait_for_end(&running).await;
     assert_eq!(job["state"], "cancelled", "{job:#}");
     server.until("the job's ranks have ended", async |s: &Server| s.ranks(&running).is_empty()).await;
@@ -212,7 +207,7 @@ async fn a_job_can_be_cancelled_in_any_state() {
     // The slots are free again. A job that is cancelled while its ranks start also ends.
     let early = server.submit(&endless("early", 2)).await;
     server.wait_for_job(&early, "the job starts", |job| job["state"] != "queued").await;
-    cancel(&server, &early).await;
+    server.order(&early, "cancel").await;
     assert_eq!(server.wait_for_end(&early).await["state"], "cancelled");
     server.until("the job's ranks have ended", async |s: &Server| s.ranks(&early).is_empty()).await;
     let finished = server.train(&specs::short("next", "fashion", 2, 5)).await;
@@ -251,8 +246,7 @@ async fn a_preempted_job_has_the_weights_of_an_undisturbed_job() {
     let undisturbed = server.train(&low).await;
 
     let id = server.submit(&low).await;
-    let mut socket = Socket::of_job(&server, &id, 0).await;
-    socket.until(|f| is_metric(f, "loss") && last_step(f) >= 30).await;
+    wait_for_step(&server, &id, 30).await;
     let high = specs::with(specs::short("high", "fashion", 2, 5), json!({"priority": 5}));
     let high = server.submit(&high).await;
     let done = server.wait_for_success(&high).await;

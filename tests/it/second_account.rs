@@ -1,6 +1,7 @@
 //! Another account of the same machine, as on a shared login node, cannot read data, act as an agent, or fill the disk.
 
 use crate::{
+    artifacts::bucket::files_below,
     pictures,
     server::{Agents, Finished, Server, lockstep, number, training_permit},
     specs,
@@ -10,7 +11,7 @@ use serde_json::{Value, json};
 use std::{
     fs,
     os::unix::fs::{MetadataExt, PermissionsExt},
-    path::{Path, PathBuf},
+    path::Path,
     process::{Command, Output},
 };
 use tokio_tungstenite::tungstenite;
@@ -50,17 +51,6 @@ fn find_open(path: &Path, open: &mut Vec<String>) {
     if metadata.is_dir() {
         for entry in fs::read_dir(path).expect("a folder").flatten() {
             find_open(&entry.path(), open);
-        }
-    }
-}
-
-/// Collects the files below a folder for which `condition` holds.
-fn find_files(path: &Path, condition: &dyn Fn(&Path) -> bool, files: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(path).expect("a folder").flatten() {
-        match entry.path() {
-            inner if inner.is_dir() => find_files(&inner, condition, files),
-            file if condition(&file) => files.push(file),
-            _ => {}
         }
     }
 }
@@ -175,12 +165,10 @@ async fn other_accounts_cannot_read_data_or_act_as_an_agent() {
     // The job is undisturbed, and no log contains a secret.
     let job = server.job(&id).await;
     assert_eq!((job["state"].as_str(), number(&job["attempt"])), (Some("running"), 1), "{job}");
-    let response = server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await;
-    assert_eq!(response.status, StatusCode::ACCEPTED);
+    server.order(&id, "cancel").await;
     server.wait_for_end(&id).await;
-    let is_log = |file: &Path| file.extension().is_some_and(|e| e == "log" || e == "stderr");
-    let mut logs = Vec::new();
-    find_files(server.folder().path(), &is_log, &mut logs);
+    let mut logs = files_below(server.folder().path());
+    logs.retain(|file| file.extension().is_some_and(|e| e == "log" || e == "stderr"));
     assert!(logs.len() >= 3, "{logs:?}");
     for log in logs {
         let text = fs::read_to_string(&log).expect("a log");
@@ -194,9 +182,10 @@ async fn other_accounts_cannot_read_data_or_act_as_an_agent() {
 fn secrets(server: &Server) -> Vec<String> {
     let agent = fs::read_to_string(server.data_dir().join("agent/token")).expect("the agent's token");
     let mut secrets = vec![server.token(), agent.trim().to_owned()];
-    let mut attempts = Vec::new();
-    find_files(&server.data_dir(), &|file| file.extension().is_some_and(|e| e == "json"), &mut attempts);
-    for file in attempts {
+    for file in files_below(&server.data_dir()) {
+        if file.extension().is_none_or(|e| e != "json") {
+            continue;
+        }
         let text = fs::read_to_string(&file).expect("a file");
         let Ok(value) = serde_json::from_str::<Value>(&text) else { continue };
         let mut values = vec![&value];
@@ -275,8 +264,7 @@ async fn no_token_is_sent_to_another_account_on_the_server_s_port() {
 async fn other_accounts_cannot_fill_the_disk() {
     let server = Server::start_with(Agents::None).await;
     let size = |server: &Server| -> u64 {
-        let mut files = Vec::new();
-        find_files(&server.data_dir(), &|_| true, &mut files);
+        let files = files_below(&server.data_dir());
         files.iter().filter_map(|file| Some(fs::metadata(file).ok()?.len())).sum()
     };
     let before = size(&server);

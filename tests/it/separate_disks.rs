@@ -173,8 +173,7 @@ async fn a_job_continues_on_another_machine_to_the_same_weights() {
     let _b = Machine::start(&server, "machine-b", &[]);
     server.wait_for_job(&id, "a second attempt", |job| number(&job["attempt"]) == 2).await;
     assert_eq!(uploaded_weights(&server, &id, STEPS).await, expected, "the same weights");
-    let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
-    let from = attempts["attempts"][1]["checkpoint"].as_str().expect("a checkpoint").to_owned();
+    let from = server.attempts(&id).await[1]["checkpoint"].as_str().expect("a checkpoint").to_owned();
     let log = log(&server, &id).await;
     assert!(log.contains(&format!("machine-b fetches checkpoint {from}")), "{log}");
     // The newest three checkpoints of both machines are kept. Older checkpoints are deleted after the last upload.
@@ -207,7 +206,6 @@ async fn machines_may_have_different_paths_for_the_same_dataset() {
     let _permit = training_permit().await;
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     let here = server.folder().path().join("here");
-    fs::create_dir_all(&here).expect("a folder");
     let dataset = pictures::idx_dataset(&here, 640, 64);
     server.register("fashion", &dataset).await;
     // Machine A has the same pictures at another path; machine B has other pictures under the name.

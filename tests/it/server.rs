@@ -173,8 +173,13 @@ impl Server {
     }
 
     pub(crate) async fn start_with(agents: Agents) -> Self {
+        Self::start_in(agents, Vec::new()).await
+    }
+
+    /// As [`Server::start_with`], in this environment.
+    pub(crate) async fn start_in(agents: Agents, environment: Vec<(String, String)>) -> Self {
         let database = crate::postgres::wanted().then(crate::postgres::database);
-        Self::start_on(agents, database, Vec::new()).await
+        Self::start_on(agents, database, environment).await
     }
 
     /// As [`Server::start_training_with`], with the agent of [`Server::start`].
@@ -194,8 +199,7 @@ impl Server {
 
     /// As [`Server::start_with`], but each step takes at least 20 ms, so that a short job lasts until the test disturbs it.
     pub(crate) async fn start_slow(agents: Agents) -> Self {
-        let database = crate::postgres::wanted().then(crate::postgres::database);
-        Self::start_on(agents, database, vec![("LOCKSTEP_FAULT".into(), "step:slow".into())]).await
+        Self::start_in(agents, vec![("LOCKSTEP_FAULT".into(), "step:slow".into())]).await
     }
 
     pub(crate) async fn start_on(
@@ -421,6 +425,15 @@ pub(crate) fn attempt_dir(job_dir: &Path, attempt: u64) -> PathBuf {
     };
     let found = entries.map(|entry| entry.path()).find(is_attempt);
     found.unwrap_or_else(|| job_dir.join("attempts").join(format!("{attempt}-")))
+}
+
+/// Where Debian's package installs libfaketime, which changes a program's clock.
+pub(crate) fn faketime() -> PathBuf {
+    let libraries = std::fs::read_dir("/usr/lib").expect("/usr/lib").flatten();
+    let mut libraries = libraries.map(|entry| entry.path().join("faketime/libfaketime.so.1"));
+    libraries
+        .find(|path| path.exists())
+        .expect("this test needs libfaketime: `apt-get install libfaketime` (tests/run does)")
 }
 
 /// Waits for a child process to end and returns its exit status.

@@ -4,7 +4,7 @@ use crate::{
     pictures,
     separate_disks::{Machine, until_online, uploaded_step},
     server::{Agents, Folder, Server, number, training_permit},
-    socket::{Socket, is_metric, last_step},
+    socket::wait_for_step,
     specs,
 };
 use serde_json::{Value, json};
@@ -41,8 +41,7 @@ async fn a_sharded_job_is_paused_continued_forked_and_evaluated_like_others() {
     let expected = download(&server, &whole).await;
 
     let id = server.submit(&spec("sharded", 2, true)).await;
-    let mut socket = Socket::of_job(&server, &id, 0).await;
-    socket.until(|f| is_metric(f, "loss") && last_step(f) >= 30).await;
+    wait_for_step(&server, &id, 30).await;
     server.cli(&["pause", &id]).ok();
     let step = number(&server.job(&id).await["step"]);
     let newest = &server.checkpoints(&id).await[0];

@@ -132,7 +132,7 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
     assert_eq!(compared["settings"], json!({"train.seed": [1, 2]}));
     let different = server.cli(&["compare", jobs[0], jobs[2]]);
     let words = "These accuracies may not have been measured on the same validation pictures.";
-    assert!(different.ok().contains(words), "{}", different.stdout);
+    different.assert_prints(&[words]);
     // A run from elsewhere has none of the settings of a job file, so these are compared only among jobs.
     server
         .post("/runs", &json!({"id": "outside", "name": "outside", "config": {"lr": 0.5, "width": 8}}))
@@ -149,9 +149,8 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
     let records = json!({"first": 1, "records": [{"step": 1, "values": {"val_accuracy": 0.995}}]});
     server.post("/runs/outside/records", &records).await;
     let compared = server.cli(&["compare", "outside", jobs[0]]);
-    for words in ["99.5 % at step 1", "so their differences to other jobs may be chance: outside."] {
-        assert!(compared.ok().contains(words), "{words} in {}", compared.stdout);
-    }
+    compared
+        .assert_prints(&["99.5 % at step 1", "so their differences to other jobs may be chance: outside."]);
     server.cli(&["compare", jobs[0]]).assert_usage_error(&["name at least two jobs"]);
 
     // --folds submits a sweep; its result is a mean with a standard deviation.
@@ -183,9 +182,10 @@ async fn paths_of_a_sweep_are_registered_and_a_lost_response_makes_no_second_swe
     let groups = server.cli(&["list", "--tag", &id, "--group-by", "tag"]);
     assert!(groups.ok().lines().any(has_spread), "{}", groups.stdout);
     let shown = server.cli(&["sweep", "show", &id]);
-    for words in ["swept: grid, compared by val_accuracy\n", "(mean ± standard deviation of 2 of 2 folds)"] {
-        assert!(shown.ok().contains(words), "{words} in {}", shown.stdout);
-    }
+    shown.assert_prints(&[
+        "swept: grid, compared by val_accuracy\n",
+        "(mean ± standard deviation of 2 of 2 folds)",
+    ]);
     assert!(!shown.stdout.contains("succeeded, best"), "{}", shown.stdout);
     // The jobs of a deleted sweep are kept.
     server.cli(&["sweep", "delete", &id, "--yes"]).ok();
@@ -285,16 +285,15 @@ async fn a_sweep_has_the_same_result_after_its_server_was_killed() {
             "the same weights, bit for bit"
         );
         let shown = server.cli(&["sweep", "show", &id]);
-        for words in ["asha, compared by val_loss after epochs 1, 3\n", "6 of 6 trials have ended"] {
-            assert!(shown.ok().contains(words), "{words} in {}", shown.stdout);
-        }
+        shown.assert_prints(&["asha, compared by val_loss after epochs 1, 3\n", "6 of 6 trials have ended"]);
         let listed = server.cli(&["list", "--tag", &id]);
         for output in [shown.ok(), listed.ok()] {
             assert_eq!(output.matches("ended early").count(), 4, "{output}");
         }
         let ended = trials(&sweep).iter().find(|trial| trial["ended_early"] == true).expect("a trial");
-        let shown = server.cli(&["show", ended["job"].as_str().expect("an id")]);
-        assert!(shown.ok().contains("ended early: ended by its sweep"), "{}", shown.stdout);
+        server
+            .cli(&["show", ended["job"].as_str().expect("an id")])
+            .assert_prints(&["ended early: ended by its sweep"]);
     }
     assert_eq!(results[0], results[1]);
     server.stop().await;

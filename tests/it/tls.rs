@@ -75,8 +75,7 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
             client.post(format!("{https}/api/v1/jobs")).json(&spec).send().await.expect("a response");
         assert_eq!(submitted.status(), StatusCode::CREATED);
         let id = submitted.json::<Value>().await.expect("JSON")["id"].as_str().expect("an id").to_owned();
-        let watched = serve.cli(&https, Some(&ca), &["watch", &id]);
-        assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
+        serve.cli(&https, Some(&ca), &["watch", &id]).assert_prints(&["succeeded"]);
         serve.cli(&https, Some(&ca), &["machine", "undrain", other]).ok();
     }
     crate::server::signal(agent.id() as i32, rustix::process::Signal::TERM);
@@ -163,8 +162,7 @@ async fn commands_reach_a_remote_server_through_the_proxy_of_the_environment() {
     let job = serve.folder.write("job.toml", spec);
     // The job's stream uses the proxy, too.
     let job = job.to_str().expect("UTF-8");
-    let watched = run(&server, &[("https_proxy", &proxy)], &["submit", job, "--watch"]);
-    assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
+    run(&server, &[("https_proxy", &proxy)], &["submit", job, "--watch"]).assert_prints(&["succeeded"]);
     let requests: Vec<_> = requests.try_iter().collect();
     let line = format!("CONNECT lockstep.example.org:{} HTTP/1.1", serve.port);
     assert!(requests.len() > 3 && requests.iter().all(|request| *request == line), "{requests:?}");

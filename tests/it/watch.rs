@@ -13,11 +13,6 @@ use std::{
     time::Duration,
 };
 
-async fn request_action(server: &Server, id: &str, action: &str) {
-    let response = server.request(Method::POST, &format!("/jobs/{id}/{action}"), None).await;
-    assert_eq!(response.status, StatusCode::ACCEPTED, "{}", response.text);
-}
-
 /// A process that is killed when it is dropped.
 struct Watching(Child);
 
@@ -68,9 +63,9 @@ async fn a_waiting_job_shows_its_place_and_reason_and_their_changes() {
     let urgent = specs::with(specs::short("urgent", "fashion", 2, 5), json!({"priority": 5}));
     let urgent = server.submit(&urgent).await;
     wait_for_text(&out, &[waits, "queued, place 2 in the queue: waits for 2 slots"]).await;
-    request_action(&server, &urgent, "cancel").await;
+    server.order(&urgent, "cancel").await;
     wait_for_text(&out, &[waits, "place 2 in the queue", "queued, place 1 in the queue"]).await;
-    request_action(&server, &id, "pause").await;
+    server.order(&id, "pause").await;
     wait_for_text(&out, &["paused: paused on request"]).await;
     // A later `watch` shows the state at once.
     let late = folder.path().join("late");
@@ -79,13 +74,13 @@ async fn a_waiting_job_shows_its_place_and_reason_and_their_changes() {
     let _paused =
         Watching(paused.stdout(fs::File::create(&late).expect("a file")).spawn().expect("lockstep"));
     wait_for_text(&late, &["paused: paused on request"]).await;
-    request_action(&server, &id, "cancel").await;
+    server.order(&id, "cancel").await;
     let lines = wait_for_text(&out, &["paused on request", ": cancelled on request"]).await;
     let mut all: Vec<_> = lines.lines().collect();
     let count = all.len();
     all.dedup();
     assert_eq!(all.len(), count, "no line is repeated: {lines}");
-    request_action(&server, &holder, "cancel").await;
+    server.order(&holder, "cancel").await;
     server.wait_for_end(&holder).await;
     server.stop().await;
 }
@@ -146,7 +141,7 @@ async fn the_queue_shortens_names_on_a_terminal_and_not_in_a_pipe() {
     assert!(shown_narrower.lines().any(|line| line.starts_with("  waits for 1 slot")), "{shown_narrower}");
     assert!(row(20).0 < narrower, "the minimum width");
     assert!(shown(400).contains(&long), "the full name fits");
-    request_action(&server, &holder, "cancel").await;
+    server.order(&holder, "cancel").await;
     server.stop().await;
 }
 
@@ -177,7 +172,7 @@ async fn an_unreachable_server_and_its_return_are_reported_once() {
         let text = wait_for_text(err, &["trying again", "the server answers again"]).await;
         assert_eq!(text.matches("does not answer").count(), 1, "{text}");
     }
-    request_action(&server, &id, "cancel").await;
+    server.order(&id, "cancel").await;
     server.wait_for_end(&id).await;
     server.stop().await;
 }

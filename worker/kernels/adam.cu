@@ -44,8 +44,7 @@ __device__ __forceinline__ void adamw_of(const Weights& weights, MOMENT_PARAMETE
     // Weight decay multiplies the weights by these factors.
     float first_factor = (float)(1 - (double)control->lr * first_decay);
     float second_factor = (float)(1 - (double)control->lr * second_decay);
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         float w[8], m[8], v[8], g[8], factor = i * 8 < first_length ? first_factor : second_factor;
         gradients.get(i, g);
         weights.get(i, w);
@@ -68,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(256)
     adamw_of(FlatWeights{weights, low_precision, first_length}, first_moment, second_moment, beta1, beta2, epsilon, GRADIENTS, control,
              scaler, first_decay, second_decay);
 }
-#if DTYPE == 2
+#if DTYPE == BFLOAT16
 // The same for weights in two planes (`PlanarWeights` in optimizer.cu).
 extern "C" __global__ void __launch_bounds__(256)
     adamw_planes(T* differences, T* nearest, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler,
@@ -93,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(256)
     Adam adam = adam_of(scaler, beta1, beta2, epsilon, powers);
     Segment s = segments[blockIdx.y];
     float inverse = scaler->inverse, scale = (float)(1 / adam.correction1), d = s.adapted ? decay : 0;
-    double weight_squares = 0, update_squares = 0;
+    Squares squares = {0, 0};
     // A bias may end within a group of eight; zeros fill the group.
     u64 groups = (s.length + 7) / 8, step = (u64)NORM_PARTS * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
@@ -111,16 +110,10 @@ extern "C" __global__ void __launch_bounds__(256)
         }
         store_channels(first_moment, at, m);
         store_channels(second_moment, at, v);
-        weight_squares += ws;
-        update_squares += rs;
+        squares.weights += ws;
+        squares.others += rs;
     }
-    weight_squares = block_sum(weight_squares, warps);
-    update_squares = block_sum(update_squares, warps);
-    if (threadIdx.x == 0) {
-        double* to = partials + ((u64)blockIdx.y * NORM_PARTS + blockIdx.x) * 2;
-        to[0] = weight_squares;
-        to[1] = update_squares;
-    }
+    store_squares(squares, warps, partials);
 }
 
 // Each segment's rate: |w| / |r|. A segment that is not adapted has the rate 1 and no decay. One thread per segment.
@@ -128,16 +121,12 @@ extern "C" __global__ void lamb_rates(const double* partials, const Segment* seg
     pdl_wait();
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
-    double weight_squares = 0, update_squares = 0;
-    for (u32 p = 0; p < NORM_PARTS; p++) {
-        weight_squares += partials[((u64)i * NORM_PARTS + p) * 2];
-        update_squares += partials[((u64)i * NORM_PARTS + p) * 2 + 1];
-    }
+    Squares squares = squares_of(partials, i);
     Rate r = {1.0f, 0.0f};
     if (segments[i].adapted) {
         r.decay = decay;
         // With a rate of 0, a parameter that is all zeros could never change.
-        if (weight_squares > 0 && update_squares > 0) r.rate = (float)(sqrt(weight_squares) / sqrt(update_squares));
+        if (squares.weights > 0 && squares.others > 0) r.rate = (float)(sqrt(squares.weights) / sqrt(squares.others));
     }
     rates[i] = r;
 }
@@ -151,8 +140,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (!scaler->apply) return;
     Adam adam = adam_of(scaler, beta1, beta2, epsilon, powers);
     float lr = control->lr, scale = (float)(1 / adam.correction1);
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         float w[8], m[8], v[8];
         load_channels(weights, i, w);
         load_channels(first_moment, i, m);

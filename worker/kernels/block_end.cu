@@ -1,7 +1,7 @@
 // The end of a bottleneck block with 256 channels, fused with the next 1x1 convolution, to 64 channels, and the statistics
 // of that convolution's batch norm. The block's output is stored, but not read again by this kernel.
 
-#if DTYPE != 0 && defined(HAS_WGMMA)
+#if DTYPE != FLOAT32 && defined(HAS_WGMMA)
 
 // y = relu(scale x + bias + shortcut), computed by Apply; z = y W^T.
 struct BlockEnd {
@@ -17,30 +17,18 @@ struct BlockEnd {
 
 template <int ADD>
 __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* control, u32 pixels, u32 rows,
-                                          float* partials, u32* counters, const Norm& after, const Site& site,
+                                          float* partials, u32* counters, const Norm& after, const Reduction& reduction,
                                           u8* smem) {
     T* weights_smem = (T*)(((u64)smem + 1023) / 1024 * 1024); // 64 rows of 256
     T* input = weights_smem + 4 * TILE;                       // the convolution's input: 64 rows of 256
     T* product = input + 4 * TILE;                            // 64 padded rows of 64
     T* stages = product + TILE_ROWS * PADDED_ROW(REDUCED);    // two tiles of x and of the shortcut, in thread order
     float* coefficients = (float*)(stages + 16 * TILE);       // scale and bias of x, then of the shortcut
-    Value value = value_of_thread(REDUCED);
-    u32 number = next_exchange(site, value.active, value.index);
+    ChannelSum owned = channel_sum_of_thread(REDUCED);
+    u32 exchange = next_exchange(reduction, owned.active, owned.index);
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
-    // Two tiles are in flight at any time. A thread copies only values that it reads itself.
-    auto copy_expanded = [&](u32 tile, u32 stage) {
-#pragma unroll
-        for (int i = 0; i < ROWS_PER_THREAD; i++) {
-            u32 r = tile * TILE_ROWS + i * 16 + warp;
-            bool real = tile < tiles && r < rows;
-            u64 from = real ? (u64)r * EXPANDED + lane * 8 : 0;
-            T* to = stages + ((stage * ROWS_PER_THREAD + i) * 2 * 512 + t) * 8;
-            cp_async16(to, p.x + from, real);
-            cp_async16(to + 512 * 8, p.shortcut + from, real);
-        }
-        cp_async_commit_group();
-    };
+    auto copy_expanded = [&](u32 tile, u32 stage) { copy_pair(p.x, p.shortcut, tile, rows, stages, stage); };
     for (u32 n = warp; n < REDUCED; n += 16)
         cp_async16(swizzled(weights_smem, 64, n, lane), p.weights + n * EXPANDED + lane * 8, true);
     copy_expanded(blockIdx.x, 0);
@@ -64,14 +52,8 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
         Raw out[ROWS_PER_THREAD];
         u32 positive[ROWS_PER_THREAD];
         {
-            Apply<ADD> f;
-            f.floor = 0;
-            load_channels(coefficients, lane, f.scale);
-            load_channels(coefficients + EXPANDED, lane, f.bias);
-            if (ADD == 2) {
-                load_channels(coefficients + 2 * EXPANDED, lane, f.shortcut_scale);
-                load_channels(coefficients + 3 * EXPANDED, lane, f.shortcut_bias);
-            }
+            Apply<ADD> f = apply_of<ADD>(coefficients, coefficients + EXPANDED, lane, coefficients + 2 * EXPANDED,
+                                         coefficients + 3 * EXPANDED, lane, true);
 #pragma unroll
             for (int i = 0; i < ROWS_PER_THREAD; i++) {
                 const T* from = stages + ((stage * ROWS_PER_THREAD + i) * 2 * 512 + t) * 8;
@@ -100,12 +82,7 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
             }
         }
         wgmma_wait_group<0>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(REDUCED) + quarter * 16 + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * PADDED_ROW(REDUCED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
-        }
+        put_product(c, warp, lane, product);
         __syncthreads();
         u32 at = tile * TILE_ROWS + row;
         Raw z = load(product + row * PADDED_ROW(REDUCED), group);
@@ -115,23 +92,23 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
     cp_async_wait_all();
     __syncthreads();
     double total;
-    if (!column_sums(block_sums(s, (float*)input), value, (float*)input, partials, counters, total)) return;
-    if (!reduce_over_ranks(total, site, REDUCED, value.active, value.index, number, true)) return;
-    finish_forward_in_block(after, total, value, stat_rows(control, pixels, rows), true, (double*)input, nullptr);
+    if (!column_sums(block_sums(s, (float*)input), owned, (float*)input, partials, counters, total)) return;
+    if (!reduce_over_ranks(total, reduction, REDUCED, owned.active, owned.index, exchange, true)) return;
+    finish_forward_in_block(after, total, owned, rows_in_statistics(control, pixels, rows), true, (double*)input, nullptr);
 }
 
 // 8 x 64 threads. Dynamic shared memory: 1024 bytes for alignment, then the arrays at the top of end_block().
 #define END_BLOCK(NAME, ADD)                                                                                         \
-    extern "C" __global__ void __launch_bounds__(512, 1)                                                              \
-        NAME(const T* x, const float* wide_scale, const float* wide_bias, const T* shortcut,                          \
-             const float* shortcut_scale, const float* shortcut_bias, T* y, u8* mask, const T* weights, T* z,         \
-             const Control* control, u32 pixels, u32 rows, float* partials, u32* counters, NORM_PARAMETERS,           \
-             SITE_PARAMETERS) {                                                                                      \
+    extern "C" __global__ void __launch_bounds__(512, 1)                                                             \
+        NAME(const T* x, const float* wide_scale, const float* wide_bias, const T* shortcut,                         \
+             const float* shortcut_scale, const float* shortcut_bias, T* y, u8* mask, const T* weights, T* z,        \
+             const Control* control, u32 pixels, u32 rows, float* partials, u32* counters, NORM_PARAMETERS,          \
+             REDUCTION_PARAMETERS) {                                                                                 \
         pdl_wait();                                                                                                  \
         DYNAMIC_SHARED(smem);                                                                                        \
-        end_block<ADD>(BlockEnd{x, wide_scale, wide_bias, shortcut, shortcut_scale, shortcut_bias, y, mask, weights,  \
+        end_block<ADD>(BlockEnd{x, wide_scale, wide_bias, shortcut, shortcut_scale, shortcut_bias, y, mask, weights, \
                                 z},                                                                                  \
-                       control, pixels, rows, partials, counters, NORM, SITE, smem);                                 \
+                       control, pixels, rows, partials, counters, NORM, REDUCTION, smem);                            \
     }
 END_BLOCK(block_end_add, 1)
 END_BLOCK(block_end_add_norm, 2)

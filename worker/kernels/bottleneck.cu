@@ -3,7 +3,7 @@
 // and weights, and takes the sums of the batch norm before the convolution. dy is never stored, and the tensors with 256
 // channels, the largest of a bottleneck network, are read once.
 
-#if DTYPE != 0 && defined(HAS_WGMMA)
+#if DTYPE != FLOAT32 && defined(HAS_WGMMA)
 
 struct Bottleneck {
     const T *x, *g;                      // [rows, 256]
@@ -14,10 +14,25 @@ struct Bottleneck {
     float* dweights;                     // [gridDim.x, 256, 64]
 };
 
+// Copies this thread's values of a tile of two tensors [rows, 256] to one of the two stages of `stages`: zeros from row `end` on. Two
+// tiles are in flight at any time. A thread copies only values that it reads itself.
+__device__ __forceinline__ void copy_pair(const T* a, const T* b, u32 tile, u32 end, T* stages, u32 stage) {
+    u32 t = thread_in_block();
+#pragma unroll
+    for (int i = 0; i < ROWS_PER_THREAD; i++) {
+        u32 r = tile * TILE_ROWS + i * 16 + t / 32;
+        u64 from = r < end ? (u64)r * EXPANDED + t % 32 * 8 : 0;
+        T* to = stages + ((stage * ROWS_PER_THREAD + i) * 2 * 512 + t) * 8;
+        cp_async16(to, a + from, r < end);
+        cp_async16(to + 512 * 8, b + from, r < end);
+    }
+    cp_async_commit_group();
+}
+
 // NORMED: `from` is the input of a batch norm with a ReLU, `before`, whose output the convolution reads.
 template <bool NORMED>
 __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* control, u32 pixels, u32 rows,
-                                           float* partials, u32* counters, const Backward& before, const Site& site,
+                                           float* partials, u32* counters, const Backward& before, const Reduction& reduction,
                                            u8* smem) {
     T* weights_smem = (T*)(((u64)smem + 1023) / 1024 * 1024); // transposed: 64 rows of 256
     T* dy = weights_smem + 4 * TILE;                          // 64 rows of 256
@@ -26,24 +41,12 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     T* stages = product + TILE_ROWS * PADDED_ROW(REDUCED);    // two tiles of x and g, in thread order
     float* expanded_coefficients = (float*)(stages + 16 * TILE);        // scale, slope and offset
     float* reduced_coefficients = expanded_coefficients + 3 * EXPANDED; // scale, bias and mean
-    Value value = value_of_thread(REDUCED);
-    u32 number = NORMED ? next_exchange(site, value.active, value.index) : 0;
+    ChannelSum owned = channel_sum_of_thread(REDUCED);
+    u32 exchange = NORMED ? next_exchange(reduction, owned.active, owned.index) : 0;
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
 
-    // Two tiles are in flight at any time. A thread copies only values that it reads itself.
-    auto copy_expanded = [&](u32 tile, u32 stage) {
-#pragma unroll
-        for (int i = 0; i < ROWS_PER_THREAD; i++) {
-            u32 r = tile * TILE_ROWS + i * 16 + warp;
-            bool real = tile < tiles && r < valid;
-            u64 from = real ? (u64)r * EXPANDED + lane * 8 : 0;
-            T* to = stages + ((stage * ROWS_PER_THREAD + i) * 2 * 512 + t) * 8;
-            cp_async16(to, p.x + from, real);
-            cp_async16(to + 512 * 8, p.g + from, real);
-        }
-        cp_async_commit_group();
-    };
+    auto copy_expanded = [&](u32 tile, u32 stage) { copy_pair(p.x, p.g, tile, valid, stages, stage); };
     auto load_reduced = [&](u32 tile) {
         u32 r = tile * TILE_ROWS + row;
         return r < valid ? load(p.from, (u64)r * (REDUCED / 8) + group) : zeros();
@@ -131,12 +134,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
             wgmma_m64n64k16_mn_mn(d, dy_desc + (quarter * TILE + k * 16 * 64) / 8, input_desc + k * 16 * 64 / 8, 1);
         wgmma_commit_group();
         wgmma_wait_group<1>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(REDUCED) + quarter * 16 + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * PADDED_ROW(REDUCED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
-        }
+        put_product(c, warp, lane, product);
         __syncthreads();
         Raw out = load(product + row * PADDED_ROW(REDUCED), group);
         if (tile * TILE_ROWS + row < rows) store(p.dfrom, (u64)(tile * TILE_ROWS + row) * (REDUCED / 8) + group, out);
@@ -164,24 +162,24 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     if (!NORMED) return;
     float* scratch = (float*)dy;
     double total;
-    if (!column_sums(block_sums(s, scratch), value, scratch, partials, counters, total)) return;
-    parameter_gradients(before, total, value);
-    if (!reduce_over_ranks(total, site, REDUCED, value.active, value.index, number, true)) return;
-    double* pairs = (double*)dy;
-    finish_backward_in_block(before, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
+    if (!column_sums(block_sums(s, scratch), owned, scratch, partials, counters, total)) return;
+    parameter_gradients(before, total, owned);
+    if (!reduce_over_ranks(total, reduction, REDUCED, owned.active, owned.index, exchange, true)) return;
+    double* block_totals = (double*)dy;
+    finish_backward_in_block(before, total, owned, rows_in_statistics(control, pixels, rows), true, block_totals, nullptr);
 }
 
 // 8 x 64 threads. Each thread owns eight channels of four rows of the 256-channel tensors and of one row of the 64-channel tensors.
 // Dynamic shared memory: 1024 bytes for alignment, then the arrays at the top of bottleneck().
-#define BOTTLENECK(NAME, NORMED)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(512, 1)                                                              \
-        NAME(const T* x, const T* g, const float* wide_scale, const float* wide_slope, const float* wide_offset,      \
-             const T* weights, const T* from, T* dfrom, float* dweights, const Control* control, u32 pixels,          \
-             u32 rows, float* partials, u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {                        \
-        pdl_wait();                                                                                                  \
-        DYNAMIC_SHARED(smem);                                                                                        \
-        bottleneck<NORMED>(Bottleneck{x, g, wide_scale, wide_slope, wide_offset, weights, from, dfrom, dweights},     \
-                           control, pixels, rows, partials, counters, BACKWARD, SITE, smem);                         \
+#define BOTTLENECK(NAME, NORMED)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(512, 1)                                                          \
+        NAME(const T* x, const T* g, const float* wide_scale, const float* wide_slope, const float* wide_offset,  \
+             const T* weights, const T* from, T* dfrom, float* dweights, const Control* control, u32 pixels,      \
+             u32 rows, float* partials, u32* counters, BACKWARD_PARAMETERS, REDUCTION_PARAMETERS) {               \
+        pdl_wait();                                                                                               \
+        DYNAMIC_SHARED(smem);                                                                                     \
+        bottleneck<NORMED>(Bottleneck{x, g, wide_scale, wide_slope, wide_offset, weights, from, dfrom, dweights}, \
+                           control, pixels, rows, partials, counters, BACKWARD, REDUCTION, smem);                 \
     }
 BOTTLENECK(bottleneck_backward, true)
 BOTTLENECK(projection_backward, false)

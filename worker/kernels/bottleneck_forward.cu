@@ -2,18 +2,18 @@
 // it and the statistics of the batch norm after it. The convolution's input is never stored, and its output is not read
 // again for the statistics.
 
-#if DTYPE != 0 && defined(HAS_WGMMA)
+#if DTYPE != FLOAT32 && defined(HAS_WGMMA)
 
 // NORMED: the convolution's input is relu(scale from + bias) instead of `from`.
 template <bool NORMED>
 __device__ __forceinline__ void expand(const T* from, const float* scale_, const float* bias_, const T* weights, T* y,
                                       const Control* control, u32 pixels, u32 rows, float* partials, u32* counters,
-                                      const Norm& after, const Site& site, u8* smem) {
+                                      const Norm& after, const Reduction& reduction, u8* smem) {
     T* weights_smem = (T*)(((u64)smem + 1023) / 1024 * 1024); // 256 rows of 64
     T* input = weights_smem + 4 * TILE;                       // two stages of 64 rows of 64
     T* product = input + 2 * TILE;                            // 64 padded rows of 256
-    Value value = value_of_thread(EXPANDED);
-    u32 number = next_exchange(site, value.active, value.index);
+    ChannelSum owned = channel_sum_of_thread(EXPANDED);
+    u32 exchange = next_exchange(reduction, owned.active, owned.index);
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
     auto load_reduced = [&](u32 tile) {
@@ -54,12 +54,7 @@ __device__ __forceinline__ void expand(const T* from, const float* scale_, const
             wgmma_m64n64k16_k_k(c, input_desc + (stage * TILE + k) / 8, weights_desc + k / 8, k > 0);
         wgmma_commit_group();
         wgmma_wait_group<0>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(EXPANDED) + quarter * 64 + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * PADDED_ROW(EXPANDED)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
-        }
+        put_product(c, warp, lane, product);
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < ROWS_PER_THREAD; i++) {
@@ -71,21 +66,21 @@ __device__ __forceinline__ void expand(const T* from, const float* scale_, const
     }
     __syncthreads();
     double total;
-    if (!column_sums(block_sums(s, (float*)product), value, (float*)product, partials, counters, total)) return;
-    if (!reduce_over_ranks(total, site, EXPANDED, value.active, value.index, number, true)) return;
-    finish_forward_in_block(after, total, value, stat_rows(control, pixels, rows), true, (double*)product, nullptr);
+    if (!column_sums(block_sums(s, (float*)product), owned, (float*)product, partials, counters, total)) return;
+    if (!reduce_over_ranks(total, reduction, EXPANDED, owned.active, owned.index, exchange, true)) return;
+    finish_forward_in_block(after, total, owned, rows_in_statistics(control, pixels, rows), true, (double*)product, nullptr);
 }
 
 // 32 x 16 threads. Dynamic shared memory: 1024 bytes for alignment, then the arrays at the top of expand().
 #define EXPAND(NAME, NORMED)                                                                                         \
-    extern "C" __global__ void __launch_bounds__(512, 1)                                                              \
-        NAME(const T* from, const float* before_scale, const float* before_bias, const T* weights, T* y,              \
-             const Control* control, u32 pixels, u32 rows, float* partials, u32* counters, NORM_PARAMETERS,           \
-             SITE_PARAMETERS) {                                                                                      \
+    extern "C" __global__ void __launch_bounds__(512, 1)                                                             \
+        NAME(const T* from, const float* before_scale, const float* before_bias, const T* weights, T* y,             \
+             const Control* control, u32 pixels, u32 rows, float* partials, u32* counters, NORM_PARAMETERS,          \
+             REDUCTION_PARAMETERS) {                                                                                 \
         pdl_wait();                                                                                                  \
         DYNAMIC_SHARED(smem);                                                                                        \
-        expand<NORMED>(from, before_scale, before_bias, weights, y, control, pixels, rows, partials, counters, NORM,  \
-                      SITE, smem);                                                                                   \
+        expand<NORMED>(from, before_scale, before_bias, weights, y, control, pixels, rows, partials, counters, NORM, \
+                      REDUCTION, smem);                                                                              \
     }
 EXPAND(bottleneck_forward, true)
 EXPAND(projection_forward, false)

@@ -25,6 +25,22 @@ __device__ __forceinline__ GridStride rows_of_thread(u32 channels, u32 part, u32
 
 __device__ __forceinline__ u32 thread_in_block() { return threadIdx.y * blockDim.x + threadIdx.x; }
 
+// Counts this block in `counter`. Returns true in the threads of the last of `blocks` blocks, which see the values that the other
+// blocks have written, and sets the counter to 0 for the next launch.
+__device__ __forceinline__ bool is_last_block(u32* counter, u32 blocks) {
+    SHARED(u32, last, 1);
+    __threadfence();
+    __syncthreads();
+    if (thread_in_block() == 0) {
+        last[0] = atomicAdd(counter, 1u) == blocks - 1;
+        if (last[0]) *counter = 0;
+    }
+    __syncthreads();
+    if (!last[0]) return false;
+    __threadfence();
+    return true;
+}
+
 // `v` of each thread has 16 values: the eight channels of the first sum, then the eight channels of the second sum. Thread
 // t < 16 * bx returns the sum of value t / bx over all threads (x, y) with x = t % bx. `scratch` has 16 * bx values for each warp.
 __device__ __forceinline__ float block_sums(float (&v)[16], float* scratch) {
@@ -43,18 +59,18 @@ __device__ __forceinline__ float block_sums(float (&v)[16], float* scratch) {
     return sum;
 }
 
-// The total that this thread computes. Threads 0 to 8 * bx - 1 have the first sum of the block's channels, the next
-// 8 * bx threads the second sum.
-struct Value {
+// Which of the block's totals this thread computes. Threads 0 to 8 * bx - 1 have the first sum of the block's channels, the
+// next 8 * bx threads the second sum.
+struct ChannelSum {
     u32 which;    // 0: first sum, 1: second sum, above: none
     u32 channel;
     bool active;
     u32 index;    // in [2, C]
     u32 source;   // the thread for which block_sums() returns this sum
 };
-__device__ __forceinline__ Value value_of_thread(u32 channels) {
+__device__ __forceinline__ ChannelSum channel_sum_of_thread(u32 channels) {
     u32 bx = blockDim.x, u = thread_in_block(), local = u % (8 * bx);
-    Value v;
+    ChannelSum v;
     v.which = u / (8 * bx);
     v.channel = blockIdx.y * 8 * bx + local;
     v.active = v.which < 2 && v.channel < channels;
@@ -64,31 +80,22 @@ __device__ __forceinline__ Value value_of_thread(u32 channels) {
 }
 
 // Adds the sums of all blocks of a column (blockIdx.y). Returns true only in the last block to finish, with the
-// total that `value` describes in `total`. `scratch` has 32 KB.
-__device__ __forceinline__ bool column_sums(float sum, const Value& value, float* scratch, float* partials,
+// total that `owned` describes in `total`. `scratch` has 32 KB.
+__device__ __forceinline__ bool column_sums(float sum, const ChannelSum& owned, float* scratch, float* partials,
                                             u32* counters, double& total) {
     u32 values = 16 * blockDim.x, t = thread_in_block(), threads = blockDim.x * blockDim.y;
     u32 blocks = gridDim.x, column = blockIdx.y;
-    SHARED(u32, last, 1);
     if (blocks == 1) {
         __syncthreads();
         if (t < values) scratch[t] = sum;
         __syncthreads();
-        total = value.which < 2 ? scratch[value.source] : 0.0f;
+        total = owned.which < 2 ? scratch[owned.source] : 0.0f;
         __syncthreads();
         return true;
     }
     float* column_partials = partials + (u64)column * blocks * values;
     if (t < values) column_partials[(u64)blockIdx.x * values + t] = sum;
-    __threadfence();
-    __syncthreads();
-    if (t == 0) {
-        last[0] = atomicAdd(&counters[column], 1u) == blocks - 1;
-        if (last[0]) counters[column] = 0; // for the next launch
-    }
-    __syncthreads();
-    if (!last[0]) return false;
-    __threadfence();
+    if (!is_last_block(counters + column, blocks)) return false;
     // Four values per load; part w of the threads adds blocks w, w + parts, ...
     u32 quads = values / 4, parts = threads / quads, quad = t % quads, part = t / quads;
     double s[4] = {0, 0, 0, 0};
@@ -115,30 +122,30 @@ __device__ __forceinline__ bool column_sums(float sum, const Value& value, float
         for (int i = 0; i < 4; i++) part_sums[part * values + quad * 4 + i] = s[i];
     __syncthreads();
     total = 0;
-    if (value.which < 2)
-        for (u32 w = 0; w < parts; w++) total += part_sums[w * values + value.source];
+    if (owned.which < 2)
+        for (u32 w = 0; w < parts; w++) total += part_sums[w * values + owned.source];
     __syncthreads();
     return true;
 }
 
-// Adds the sums of all blocks of a cluster; every block gets the totals. `slots` has (cluster_size() + 1) * 16 * bx
+// Adds the sums of all blocks of a cluster; every block gets the totals. `cluster_scratch` has (cluster_size() + 1) * 16 * bx
 // values. The kernel must call cluster_arrive() at its start.
-__device__ __forceinline__ double cluster_sums(float sum, const Value& value, float* slots) {
+__device__ __forceinline__ double cluster_sums(float sum, const ChannelSum& owned, float* cluster_scratch) {
     u32 values = 16 * blockDim.x, t = thread_in_block(), size = cluster_size(), rank = cluster_rank();
-    float* result = slots + size * values;
+    float* result = cluster_scratch + size * values;
     if (size > 1) {
         cluster_wait(); // all blocks have started: their shared memory exists
         if (t < values)
-            for (u32 r = 0; r < size; r++) st_shared_cluster(slots + rank * values + t, r, sum);
+            for (u32 r = 0; r < size; r++) st_shared_cluster(cluster_scratch + rank * values + t, r, sum);
         cluster_arrive();
         cluster_wait();
         double total = 0;
-        if (value.which < 2)
-            for (u32 r = 0; r < size; r++) total += slots[r * values + value.source];
+        if (owned.which < 2)
+            for (u32 r = 0; r < size; r++) total += cluster_scratch[r * values + owned.source];
         return total;
     }
     cluster_wait();
     if (t < values) result[t] = sum;
     __syncthreads();
-    return value.which < 2 ? result[value.source] : 0.0f;
+    return owned.which < 2 ? result[owned.source] : 0.0f;
 }

@@ -6,8 +6,7 @@
 extern "C" __global__ void __launch_bounds__(256)
     copy_channels(const T* from, T* to, u64 rows, u32 groups, u32 from_groups, u32 to_groups, u64 first, u64 at) {
     pdl_wait();
-    u64 count = rows * groups, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
+    FOR_ITEMS(i, rows * groups) {
         u64 row = i / groups, group = i % groups;
         store(to, at + row * to_groups + group, load(from, first + row * from_groups + group));
     }

@@ -4,8 +4,7 @@
 // y = max(x, 0); NaN stays NaN.
 extern "C" __global__ void __launch_bounds__(256) relu_forward(const T* x, T* y, u64 length) {
     pdl_wait();
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         float v[8];
         unpack(load(x, i), v);
 #pragma unroll
@@ -17,8 +16,7 @@ extern "C" __global__ void __launch_bounds__(256) relu_forward(const T* x, T* y,
 // dx = dy where the ReLU's output y is above 0, else 0.
 extern "C" __global__ void __launch_bounds__(256) relu_backward(const T* y, const T* dy, T* dx, u64 length) {
     pdl_wait();
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         float v[8], g[8];
         unpack(load(y, i), v);
         unpack(load(dy, i), g);
@@ -34,8 +32,7 @@ __device__ __forceinline__ float normal_cdf(float x) { return 0.5f * (1.0f + erf
 // y = gelu(x) = x P(x), where P is normal_cdf.
 extern "C" __global__ void __launch_bounds__(256) gelu_forward(const T* x, T* y, u64 length) {
     pdl_wait();
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         float v[8];
         unpack(load(x, i), v);
 #pragma unroll
@@ -47,8 +44,7 @@ extern "C" __global__ void __launch_bounds__(256) gelu_forward(const T* x, T* y,
 // dx = dy (P(x) + x p(x)), where p is the standard normal density; the constant is 1 / sqrt(2 pi).
 extern "C" __global__ void __launch_bounds__(256) gelu_backward(const T* x, const T* dy, T* dx, u64 length) {
     pdl_wait();
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         float v[8], g[8];
         unpack(load(x, i), v);
         unpack(load(dy, i), g);
@@ -61,8 +57,7 @@ extern "C" __global__ void __launch_bounds__(256) gelu_backward(const T* x, cons
 // Zeros the gradient of a parameter that is not trained.
 extern "C" __global__ void __launch_bounds__(256) zero_gradient(T* gradient, u64 length) {
     pdl_wait();
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) store(gradient, i, zeros());
+    FOR_ITEMS(i, length / 8) store(gradient, i, zeros());
 }
 
 // The result of bias_gradient, computed fast for many rows of at most 512 channels: each block writes its sums to `partials`
@@ -71,7 +66,6 @@ extern "C" __global__ void __launch_bounds__(256)
     row_sums(const T* dy, float* dbias, u32 rows, u32 channels, u32 accumulate, float* partials, u32* counter) {
     pdl_wait();
     SHARED(float, sums, 256 * 8);
-    SHARED(u32, last, 1);
     u32 groups = channels / 8, lanes = 256 / groups, group = threadIdx.x % groups, lane = threadIdx.x / groups;
     float s[8] = {};
     if (lane < lanes)
@@ -89,15 +83,7 @@ extern "C" __global__ void __launch_bounds__(256)
         for (u32 l = 0; l < lanes; l++) sum += sums[(l * groups + c / 8) * 8 + c % 8];
         partials[(u64)blockIdx.x * channels + c] = sum;
     }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last[0] = atomicAdd(counter, 1u) == gridDim.x - 1;
-        if (last[0]) *counter = 0;
-    }
-    __syncthreads();
-    if (!last[0]) return;
-    __threadfence();
+    if (!is_last_block(counter, gridDim.x)) return;
     for (u32 c = threadIdx.x; c < channels; c += blockDim.x) {
         double sum = accumulate ? dbias[c] : 0;
         for (u32 b = 0; b < gridDim.x; b++) sum += __ldcg(partials + (u64)b * channels + c);
@@ -108,8 +94,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // y = factor x.
 extern "C" __global__ void __launch_bounds__(256) scale_values(const T* x, T* y, u64 length, float factor) {
     pdl_wait();
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         float v[8];
         unpack(load(x, i), v);
 #pragma unroll
@@ -118,11 +103,10 @@ extern "C" __global__ void __launch_bounds__(256) scale_values(const T* x, T* y,
     }
 }
 
-// sum = a + b.
-extern "C" __global__ void __launch_bounds__(256) add_forward(const T* a, const T* b, T* sum, u64 length) {
+// sum = a + b. `sum` may be the memory of `a`.
+extern "C" __global__ void __launch_bounds__(256) add(const T* a, const T* b, T* sum, u64 length) {
     pdl_wait();
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         float v[8], w[8];
         unpack(load(a, i), v);
         unpack(load(b, i), w);
@@ -135,8 +119,8 @@ extern "C" __global__ void __launch_bounds__(256) add_forward(const T* a, const 
 // y += bias, float32 [channels].
 extern "C" __global__ void __launch_bounds__(256) add_bias(T* y, const float* bias, u32 rows, u32 channels) {
     pdl_wait();
-    u64 groups = channels / 8, all = rows * groups, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+    u64 groups = channels / 8, all = rows * groups;
+    FOR_ITEMS(i, all) {
         float v[8], b[8];
         unpack(load(y, i), v);
         load_channels(bias, i % groups, b);
@@ -175,9 +159,9 @@ extern "C" __global__ void __launch_bounds__(128)
 extern "C" __global__ void __launch_bounds__(256)
     global_average_backward(const T* dy, T* dx, u32 pictures, u32 pixels, u32 channels) {
     pdl_wait();
-    u64 groups = channels / 8, all = (u64)pictures * pixels * groups, step = (u64)gridDim.x * blockDim.x;
+    u64 groups = channels / 8, all = (u64)pictures * pixels * groups;
     float inv_pixels = 1.0f / pixels;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+    FOR_ITEMS(i, all) {
         float g[8];
         unpack(load(dy, i / groups / pixels * groups + i % groups), g);
 #pragma unroll
@@ -190,8 +174,8 @@ extern "C" __global__ void __launch_bounds__(256)
 struct PlainPool {
     u32 pictures, height, width, out_height, out_width, kernel, stride, padding, row_padding;
 };
-#define PLAIN_POOL_PARAMETERS                                                                                       \
-    u32 pictures, u32 height, u32 width, u32 out_height, u32 out_width, u32 kernel, u32 stride, u32 padding,         \
+#define PLAIN_POOL_PARAMETERS \
+    u32 pictures, u32 height, u32 width, u32 out_height, u32 out_width, u32 kernel, u32 stride, u32 padding, \
         u32 row_padding, u32 channels
 #define PLAIN_POOL \
     PlainPool { pictures, height, width, out_height, out_width, kernel, stride, padding, row_padding }
@@ -203,8 +187,7 @@ extern "C" __global__ void __launch_bounds__(256)
     pdl_wait();
     PlainPool p = PLAIN_POOL;
     u64 groups = channels / 8, all = (u64)p.pictures * p.out_height * p.out_width * groups;
-    u64 step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+    FOR_ITEMS(i, all) {
         u64 group = i % groups, pixel = i / groups;
         u32 column = pixel % p.out_width, row = pixel / p.out_width % p.out_height;
         u64 picture = pixel / p.out_width / p.out_height;
@@ -242,8 +225,7 @@ extern "C" __global__ void __launch_bounds__(256)
     pdl_wait();
     PlainPool p = PLAIN_POOL;
     u64 groups = channels / 8, all = (u64)p.pictures * p.height * p.width * groups;
-    u64 step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+    FOR_ITEMS(i, all) {
         u64 group = i % groups, pixel = i / groups;
         u32 column = pixel % p.width, row = pixel / p.width % p.height;
         u64 picture = pixel / p.width / p.height;

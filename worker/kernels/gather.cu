@@ -73,7 +73,7 @@ __device__ __forceinline__ Color color_of(u32 bytes, u32 channels, const float* 
 }
 __device__ __forceinline__ void put_color(T* to, u64 pixel, u32 padded, const Color& color) {
     float a = color.a, b = color.b, c = color.c;
-#if DTYPE == 0
+#if DTYPE == FLOAT32
     float4* q = (float4*)to + pixel * (padded / 4);
     q[0] = {a, b, c, 0};
     if (padded == 8) q[1] = {0, 0, 0, 0};
@@ -84,21 +84,8 @@ __device__ __forceinline__ void put_color(T* to, u64 pixel, u32 padded, const Co
         ((uint4*)to)[pixel] = {pair(a, b), pair(c, 0), 0, 0};
 #endif
 }
-__device__ __forceinline__ void put_pixel(T* to, u64 pixel, u32 padded, u32 channels, u32 bytes, const float* table) {
-    put_color(to, pixel, padded, color_of(bytes, channels, table));
-}
-__device__ __forceinline__ void put_zeros(T* to, u64 pixel, u32 padded) {
-#if DTYPE == 0
-    float4* q = (float4*)to + pixel * (padded / 4);
-    q[0] = {0, 0, 0, 0};
-    if (padded == 8) q[1] = {0, 0, 0, 0};
-#else
-    if (padded == 4)
-        ((uint2*)to)[pixel] = {0, 0};
-    else
-        ((uint4*)to)[pixel] = {0, 0, 0, 0};
-#endif
-}
+__device__ __forceinline__ void put_zeros(T* to, u64 pixel, u32 padded) { put_color(to, pixel, padded, {0, 0, 0}); }
+
 // Copies the normalisation table, [channels][256], to shared memory.
 __device__ __forceinline__ void load_table(const float* table, u32 channels, float* table_smem) {
     for (u32 i = threadIdx.x; i < 256 * channels; i += blockDim.x) table_smem[i] = table[i];
@@ -122,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(256)
             continue;
         }
         CropWindow window(s, control, batch, n);
-        put_pixel(to, at, padded, channels, window.pixel(s, i / side, i % side), table_smem);
+        put_color(to, at, padded, color_of(window.pixel(s, i / side, i % side), channels, table_smem));
     }
 }
 
@@ -199,7 +186,8 @@ extern "C" __global__ void __launch_bounds__(256)
             if (count > 1) add_weighted(row[1], w1, sum);
             if (count > 2) add_weighted(row[2], w2, sum);
             for (int k = 3; k < count; k++) add_weighted(row[k], w[2 + k], sum);
-            put_pixel(to, output_pixel(n, first + y, x, side, folded), padded, channels, to_bytes(sum, columns.shift), table_smem);
+            put_color(to, output_pixel(n, first + y, x, side, folded), padded,
+                      color_of(to_bytes(sum, columns.shift), channels, table_smem));
         }
     }
 }
@@ -212,22 +200,13 @@ extern "C" __global__ void __launch_bounds__(256)
     u32 valid = control ? min(control->valid, pictures) : pictures;
     u32 pixels = side * side;
     u64 all = (u64)pictures * pixels, real = (u64)valid * pixels;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += (u64)gridDim.x * blockDim.x) {
-        float v[4] = {};
+    FOR_ITEMS(i, all) {
+        float v[3] = {};
         if (i < real)
-            for (u32 c = 0; c < channels && c < 4; c++) v[c] = from[i * channels + c];
+            for (u32 c = 0; c < channels && c < 3; c++) v[c] = from[i * channels + c];
         u32 pixel = (u32)(i % pixels);
         u64 at = output_pixel((u32)(i / pixels), pixel / side, pixel % side, side, folded);
-#if DTYPE == 0
-        float4* q = (float4*)to + at * (padded / 4);
-        q[0] = {v[0], v[1], v[2], v[3]};
-        if (padded == 8) q[1] = {0, 0, 0, 0};
-#else
-        if (padded == 4)
-            ((uint2*)to)[at] = {pair(v[0], v[1]), pair(v[2], v[3])};
-        else
-            ((uint4*)to)[at] = {pair(v[0], v[1]), pair(v[2], v[3]), 0, 0};
-#endif
+        put_color(to, at, padded, {v[0], v[1], v[2]});
     }
 }
 

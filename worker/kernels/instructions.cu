@@ -2,6 +2,11 @@
 // other kernel code is CUDA C++ without headers, because the CUDA toolkit's headers may be absent on the machine
 // where NVRTC compiles the kernels.
 
+// The values of DTYPE, the activations' floating-point format.
+#define FLOAT32 0
+#define FLOAT16 1
+#define BFLOAT16 2
+
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -15,6 +20,9 @@ typedef unsigned long long u64;
 
 #define SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
+// A loop over the numbers below `count` that this thread gets if the threads of the whole grid take them in turn.
+#define FOR_ITEMS(i, count) \
+    for (u64 end = (count), step = (u64)gridDim.x * blockDim.x, i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < end; i += step)
 
 // First statement of every kernel. Under a programmatic dependent launch, waits for the preceding kernels to end.
 // No kernel executes griddepcontrol.launch_dependents, because the dependent kernel may be one of cuDNN's.
@@ -104,7 +112,7 @@ template <int PENDING> __device__ __forceinline__ void cp_async_wait_group() {
 // dimension, else MN-major.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define HAS_WGMMA 1
-#if DTYPE == 2
+#if DTYPE == BFLOAT16
 #define WGMMA_TYPE "bf16"
 #else
 #define WGMMA_TYPE "f16"
@@ -134,19 +142,19 @@ __device__ __forceinline__ void wgmma_m64n16k16(float (&d)[8], u64 a, u64 b, u32
                  : "l"(a), "l"(b), "r"(add));
 }
 // Starts d (64 x 64) = a (64 x 16) b (16 x 64), plus the old d if `add`. A and B: 0 K-major, 1 MN-major.
-#define WGMMA_M64N64K16(NAME, A, B)                                                                               \
-    __device__ __forceinline__ void NAME(float (&d)[32], u64 a, u64 b, u32 add) {                                  \
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; "                                                     \
-                     "wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_TYPE "." WGMMA_TYPE " {"                 \
-                     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                     \
-                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "           \
-                     "%32, %33, p, 1, 1, " #A ", " #B ";}"                                                        \
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),         \
-                       "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),     \
-                       "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),               \
-                       "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),               \
-                       "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                \
-                     : "l"(a), "l"(b), "r"(add));                                                                 \
+#define WGMMA_M64N64K16(NAME, A, B)                                                                            \
+    __device__ __forceinline__ void NAME(float (&d)[32], u64 a, u64 b, u32 add) {                              \
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; "                                                  \
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_TYPE "." WGMMA_TYPE " {"              \
+                     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                  \
+                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "       \
+                     "%32, %33, p, 1, 1, " #A ", " #B ";}"                                                     \
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),     \
+                       "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), \
+                       "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),           \
+                       "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),           \
+                       "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])            \
+                     : "l"(a), "l"(b), "r"(add));                                                              \
     }
 WGMMA_M64N64K16(wgmma_m64n64k16_k_k, 0, 0)
 WGMMA_M64N64K16(wgmma_m64n64k16_k_mn, 0, 1)

@@ -21,7 +21,7 @@ struct LabelLogit {
 
 __device__ __forceinline__ void load_logits(const T* logits, const float* bias, u64 at, u32 class_, u32 classes,
                                             float (&v)[4]) {
-#if DTYPE == 0
+#if DTYPE == FLOAT32
     float4 q = *(const float4*)(logits + at);
     v[0] = q.x;
     v[1] = q.y;
@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_logits(const T* logits, const float* bias, 
         if (bias && class_ + k < classes) v[k] += bias[class_ + k];
 }
 __device__ __forceinline__ void store_logits(T* to, u64 at, const float (&v)[4]) {
-#if DTYPE == 0
+#if DTYPE == FLOAT32
     *(float4*)(to + at) = {v[0], v[1], v[2], v[3]};
 #else
     *(uint2*)(to + at) = {pair(v[0], v[1]), pair(v[2], v[3])};
@@ -63,7 +63,6 @@ extern "C" __global__ void __launch_bounds__(256)
     SHARED(float, weight_of_row, LOSS_ROWS); // the sum of the weighted target
     SHARED(double, loss_of_row, LOSS_ROWS);
     SHARED(u32, correct_of_row, LOSS_ROWS);
-    SHARED(u32, last, 1);
     u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
     u32 valid = min(control->valid, pictures), row = blockIdx.x * LOSS_ROWS + warp;
     const u32* labels = indices(control) + 2 * (u64)pictures;
@@ -187,15 +186,7 @@ extern "C" __global__ void __launch_bounds__(256)
         partials[2 * blockIdx.x] = loss;
         partials[2 * blockIdx.x + 1] = correct;
     }
-    __threadfence();
-    __syncthreads();
-    if (t == 0) {
-        last[0] = atomicAdd(counter, 1u) == gridDim.x - 1;
-        if (last[0]) *counter = 0;
-    }
-    __syncthreads();
-    if (!last[0]) return;
-    __threadfence();
+    if (!is_last_block(counter, gridDim.x)) return;
     if (warp == 0) { // each lane adds every 32nd block
         double loss = 0, correct = 0;
         for (u32 b = lane; b < gridDim.x; b += 32) {

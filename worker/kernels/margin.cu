@@ -33,9 +33,8 @@ extern "C" __global__ void __launch_bounds__(256) row_factors(const T* rows, flo
 extern "C" __global__ void __launch_bounds__(256)
     scale_cosines(T* values, const float* of_rows, const float* of_classes, u32 rows, u32 chunk, u64 groups, const LabelLogit* labels) {
     pdl_wait();
-    u64 step = (u64)gridDim.x * blockDim.x;
     u32 groups_per_line = chunk / 8; // a line: the classes of one row in one piece
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, groups) {
         u32 line = (u32)i / groups_per_line, row = line % rows, class_ = line / rows * chunk + (u32)i % groups_per_line * 8;
         float v[8], factors[8], factor = of_rows[row], slope = 1;
         u64 label = 8; // position among these 8 values; 8 or more if the label is elsewhere

@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(256)
     Gradients gradients = GRADIENTS;
     Filter f = filters[blockIdx.y];
     float inverse = scaler->inverse;
-    double weight_squares = 0, update_squares = 0;
+    Squares squares = {0, 0};
     u64 groups = (u64)f.rows * f.columns / 8, step = (u64)NORM_PARTS * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         u64 at = f.offset / 8 + i;
@@ -56,16 +56,10 @@ extern "C" __global__ void __launch_bounds__(256)
         }
         store_channels(velocity, at, v);
         ((uint4*)matrices)[at] = {bfloat_pair(g[0], g[1]), bfloat_pair(g[2], g[3]), bfloat_pair(g[4], g[5]), bfloat_pair(g[6], g[7])};
-        weight_squares += ws;
-        update_squares += us;
+        squares.weights += ws;
+        squares.others += us;
     }
-    weight_squares = block_sum(weight_squares, warps);
-    update_squares = block_sum(update_squares, warps);
-    if (threadIdx.x == 0) {
-        double* to = partials + ((u64)blockIdx.y * NORM_PARTS + blockIdx.x) * 2;
-        to[0] = weight_squares;
-        to[1] = update_squares;
-    }
+    store_squares(squares, warps, partials);
 }
 
 // Each filter's FilterNorms, from the partial sums of its squares. One thread per filter.
@@ -74,13 +68,9 @@ extern "C" __global__ void __launch_bounds__(128)
     pdl_wait();
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (!scaler->apply || i >= count) return;
-    double weight_squares = 0, update_squares = 0;
-    for (u32 p = 0; p < NORM_PARTS; p++) {
-        weight_squares += partials[((u64)i * NORM_PARTS + p) * 2];
-        update_squares += partials[((u64)i * NORM_PARTS + p) * 2 + 1];
-    }
-    norms[i].inverse = (float)(1 / (sqrt(update_squares) + MUON_EPSILON));
-    norms[i].scale = weight_squares > 0 ? (float)(sqrt((double)filters[i].rows) / sqrt(weight_squares)) : 1.0f;
+    Squares squares = squares_of(partials, i);
+    norms[i].inverse = (float)(1 / (sqrt(squares.others) + MUON_EPSILON));
+    norms[i].scale = squares.weights > 0 ? (float)(sqrt((double)filters[i].rows) / sqrt(squares.weights)) : 1.0f;
 }
 
 // c (16 x 8) += a (16 x 16) b (16 x 8), a and b in bfloat16, c in float32; fragments as in the PTX manual for mma.m16n8k16.
@@ -269,8 +259,7 @@ extern "C" __global__ void __launch_bounds__(256)
     Gradients gradients = GRADIENTS;
     FlatWeights flat = {weights, low_precision, first_length};
     float lr = control->lr, inverse = scaler->inverse;
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         u32 number = segment_of(segments, count, i);
         // Padding between two parameters is not updated.
         if (i * 8 >= segments[number].offset + segments[number].length) continue;

@@ -63,34 +63,34 @@ struct Backward {
     u32 accumulate;                             // whether to add to dgamma and dbeta instead of overwriting them
     float *slope, *offset;                      // [C], results of the first pass
 };
-#define BACKWARD_PARAMETERS                                                                                   \
+#define BACKWARD_PARAMETERS \
     const float *mean, const float *inv_std, const float *scale, const float *bias, float *dgamma, float *dbeta, \
         u32 accumulate, float *slope, float *offset
 #define BACKWARD \
     Backward { mean, inv_std, scale, bias, dgamma, dbeta, accumulate, slope, offset }
 
 // Gradients of gamma and beta. They are sums over this rank's rows only: call this function before reduce_over_ranks().
-__device__ __forceinline__ void parameter_gradients(const Backward& b, double total, const Value& value) {
-    if (!value.active) return;
-    u32 c = value.channel;
-    float g = value.which ? (float)(total * b.inv_std[c]) : (float)total;
-    float* to = value.which ? b.dgamma : b.dbeta;
+__device__ __forceinline__ void parameter_gradients(const Backward& b, double total, const ChannelSum& owned) {
+    if (!owned.active) return;
+    u32 c = owned.channel;
+    float g = owned.which ? (float)(total * b.inv_std[c]) : (float)total;
+    float* to = owned.which ? b.dgamma : b.dbeta;
     if (to) to[c] = b.accumulate ? to[c] + g : g;
 }
 
 // Computes the slopes and offsets of the block's channels from their sums over `count` rows. Stores them in global memory if `write`, and
-// in shared memory unless `coefficients` is null. `pairs` has one total per thread (at least 16 * blockDim.x).
-__device__ __forceinline__ void finish_backward_in_block(const Backward& b, double total, const Value& value,
-                                                         double count, bool write, double* pairs,
+// in shared memory unless `coefficients` is null. `block_totals` has 16 * blockDim.x values.
+__device__ __forceinline__ void finish_backward_in_block(const Backward& b, double total, const ChannelSum& owned,
+                                                         double count, bool write, double* block_totals,
                                                          float* coefficients) {
     u32 t = thread_in_block(), half = 8 * blockDim.x;
-    if (value.which < 2) pairs[t] = total;
+    if (owned.which < 2) block_totals[t] = total;
     __syncthreads();
-    if (value.which == 0 && value.active) {
-        u32 c = value.channel;
+    if (owned.which == 0 && owned.active) {
+        u32 c = owned.channel;
         double inv_count = count > 0 ? 1.0 / count : 0.0, scale = b.scale[c], inv_std = b.inv_std[c];
-        double slope = -scale * inv_std * inv_std * pairs[t + half] * inv_count;
-        double offset = -scale * pairs[t] * inv_count - slope * b.mean[c];
+        double slope = -scale * inv_std * inv_std * block_totals[t + half] * inv_count;
+        double offset = -scale * block_totals[t] * inv_count - slope * b.mean[c];
         if (write) {
             b.slope[c] = (float)slope;
             b.offset[c] = (float)offset;
@@ -147,32 +147,32 @@ __device__ __forceinline__ void backward_sums(const T* x, const Incoming& in, T*
     }
 }
 
-// Sums of g and g (x - mean) per channel, reduced as `mode` says (Site). Stores g to dz, which may be null or alias dy.
+// Sums of g and g (x - mean) per channel, reduced as Reduction::mode says. Stores g to dz, which may be null or alias dy.
 template <int MASK, int SOURCE>
 __device__ __forceinline__ void sums_kernel(const T* x, const Incoming& in, T* dz, const Control* control, u32 pixels,
                                             u32 rows, u32 channels, float* partials, u32* counters, const Backward& b,
-                                            const Site& site, float* scratch, double* pairs) {
+                                            const Reduction& reduction, float* scratch, double* block_totals) {
     GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
-    Value value = value_of_thread(channels);
-    u32 number = next_exchange(site, value.active, value.index);
+    ChannelSum owned = channel_sum_of_thread(channels);
+    u32 exchange = next_exchange(reduction, owned.active, owned.index);
     float s[16] = {};
     backward_sums<MASK, SOURCE>(x, in, dz, b, w, valid_rows(control, pixels, rows), rows, s);
     double total;
-    if (!column_sums(block_sums(s, scratch), value, scratch, partials, counters, total)) return;
-    parameter_gradients(b, total, value);
-    if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
-    finish_backward_in_block(b, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
+    if (!column_sums(block_sums(s, scratch), owned, scratch, partials, counters, total)) return;
+    parameter_gradients(b, total, owned);
+    if (!reduce_over_ranks(total, reduction, channels, owned.active, owned.index, exchange, true)) return;
+    finish_backward_in_block(b, total, owned, rows_in_statistics(control, pixels, rows), true, block_totals, nullptr);
 }
 
-#define SUMS(NAME, MASK, SOURCE)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(512, 1)                                                             \
-        NAME(const T* x, const T* dy, const T* added, const u8* mask, T* dz, const Control* control, u32 pixels,     \
-             u32 rows, u32 channels, float* partials, u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {         \
-        pdl_wait();                                                                                                 \
-        SHARED(float, scratch, 16 * 512);                                                                           \
-        SHARED(double, pairs, 512);                                                                                 \
+#define SUMS(NAME, MASK, SOURCE) \
+    extern "C" __global__ void __launch_bounds__(512, 1) \
+        NAME(const T* x, const T* dy, const T* added, const u8* mask, T* dz, const Control* control, u32 pixels, \
+             u32 rows, u32 channels, float* partials, u32* counters, BACKWARD_PARAMETERS, REDUCTION_PARAMETERS) { \
+        pdl_wait(); \
+        SHARED(float, scratch, 16 * 512); \
+        SHARED(double, block_totals, 512); \
         sums_kernel<MASK, SOURCE>(x, Incoming{dy, added, mask, pixels}, dz, control, pixels, rows, channels, partials, \
-                                  counters, BACKWARD, SITE, scratch, pairs);                                        \
+                                  counters, BACKWARD, REDUCTION, scratch, block_totals); \
     }
 SUMS(norm_backward_sums_all, ALL, DIRECT)
 SUMS(norm_backward_sums_recompute, RECOMPUTE, DIRECT)
@@ -181,18 +181,18 @@ SUMS(norm_backward_sums_bits, BITS, DIRECT)
 SUMS(norm_backward_sums_bits_added, BITS, ADDED)
 SUMS(norm_backward_sums_bits_pooled, BITS, POOLED)
 
-// Finishes backward's first pass from all-reduced sums.
+// The second half of norm_backward_sums_*, for sums that an all-reduce has computed.
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_backward_finish(const float* totals, const Control* control, u32 pixels, u32 rows, u32 channels,
-                         BACKWARD_PARAMETERS, SITE_PARAMETERS) {
+                         BACKWARD_PARAMETERS, REDUCTION_PARAMETERS) {
     pdl_wait();
-    SHARED(double, pairs, 512);
-    Value value = value_of_thread(channels);
-    Site site = SITE;
-    u32 number = next_exchange(site, value.active, value.index);
-    double total = value.active ? totals[value.index] : 0.0f;
-    if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
-    finish_backward_in_block(BACKWARD, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
+    SHARED(double, block_totals, 512);
+    ChannelSum owned = channel_sum_of_thread(channels);
+    Reduction reduction = REDUCTION;
+    u32 exchange = next_exchange(reduction, owned.active, owned.index);
+    double total = owned.active ? totals[owned.index] : 0.0f;
+    if (!reduce_over_ranks(total, reduction, channels, owned.active, owned.index, exchange, true)) return;
+    finish_backward_in_block(BACKWARD, total, owned, rows_in_statistics(control, pixels, rows), true, block_totals, nullptr);
 }
 
 // dx of eight values from x (v) and g.
@@ -241,14 +241,14 @@ __device__ __forceinline__ void backward_apply(const T* x, const Incoming& in, c
     }
 }
 
-#define BACKWARD_APPLY(NAME, MASK, SOURCE)                                                                      \
-    extern "C" __global__ void __launch_bounds__(256, 2)                                                         \
-        NAME(const T* x, const T* dy, const T* added, const u8* mask, const float* scale, const float* bias,     \
-             const float* slope, const float* offset, T* dx, const Control* control, u32 pixels, u32 rows,       \
-             u32 channels) {                                                                                    \
-        pdl_wait();                                                                                             \
-        backward_apply<MASK, SOURCE>(x, Incoming{dy, added, mask, pixels}, scale, bias, slope, offset, dx,       \
-                                     valid_rows(control, pixels, rows), rows, channels);                        \
+#define BACKWARD_APPLY(NAME, MASK, SOURCE)                                                                   \
+    extern "C" __global__ void __launch_bounds__(256, 2)                                                     \
+        NAME(const T* x, const T* dy, const T* added, const u8* mask, const float* scale, const float* bias, \
+             const float* slope, const float* offset, T* dx, const Control* control, u32 pixels, u32 rows,   \
+             u32 channels) {                                                                                 \
+        pdl_wait();                                                                                          \
+        backward_apply<MASK, SOURCE>(x, Incoming{dy, added, mask, pixels}, scale, bias, slope, offset, dx,   \
+                                     valid_rows(control, pixels, rows), rows, channels);                     \
     }
 BACKWARD_APPLY(norm_backward_apply_all, ALL, DIRECT)
 BACKWARD_APPLY(norm_backward_apply_recompute, RECOMPUTE, DIRECT)
@@ -260,13 +260,13 @@ BACKWARD_APPLY(norm_backward_apply_bits_pooled, BITS, POOLED)
 // Both passes in one launch, for small activations; see forward_small().
 template <int MASK, int SOURCE>
 __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T* dz, T* dx, const Control* control,
-                                               u32 pixels, u32 rows, u32 channels, const Backward& b, const Site& site,
-                                               float* scratch, float* slots, double* pairs, float* coefficients) {
+                                               u32 pixels, u32 rows, u32 channels, const Backward& b, const Reduction& reduction,
+                                               float* scratch, float* cluster_scratch, double* block_totals, float* coefficients) {
     cluster_arrive();
     u32 part = cluster_rank(), parts = cluster_size();
     GridStride w = rows_of_thread(channels, part, parts);
-    Value value = value_of_thread(channels);
-    u32 number = next_exchange(site, value.active, value.index);
+    ChannelSum owned = channel_sum_of_thread(channels);
+    u32 exchange = next_exchange(reduction, owned.active, owned.index);
     u32 valid = valid_rows(control, pixels, rows);
     constexpr int U = IN_FLIGHT;
     float s[16] = {}, mean[8], bias[8], pool_scale = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
@@ -317,11 +317,11 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
             add_gradient(v, g, mean, s);
         }
     }
-    double total = cluster_sums(block_sums(s, scratch), value, slots);
+    double total = cluster_sums(block_sums(s, scratch), owned, cluster_scratch);
     bool leader = part == 0;
-    if (leader) parameter_gradients(b, total, value);
-    if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, leader)) return;
-    finish_backward_in_block(b, total, value, stat_rows(control, pixels, rows), leader, pairs, coefficients);
+    if (leader) parameter_gradients(b, total, owned);
+    if (!reduce_over_ranks(total, reduction, channels, owned.active, owned.index, exchange, leader)) return;
+    finish_backward_in_block(b, total, owned, rows_in_statistics(control, pixels, rows), leader, block_totals, coefficients);
     __syncthreads();
     if (!w.active) return;
     load_channels(coefficients, threadIdx.x, f.slope);
@@ -370,16 +370,16 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
 }
 
 #define BACKWARD_SMALL(NAME, MASK, SOURCE)                                                                          \
-    extern "C" __global__ void __launch_bounds__(512, 1)                                                             \
-        NAME(const T* x, const T* dy, const T* added, const u8* mask, T* dz, T* dx, const Control* control,          \
-             u32 pixels, u32 rows, u32 channels, BACKWARD_PARAMETERS, SITE_PARAMETERS) {                             \
+    extern "C" __global__ void __launch_bounds__(512, 1)                                                            \
+        NAME(const T* x, const T* dy, const T* added, const u8* mask, T* dz, T* dx, const Control* control,         \
+             u32 pixels, u32 rows, u32 channels, BACKWARD_PARAMETERS, REDUCTION_PARAMETERS) {                       \
         pdl_wait();                                                                                                 \
         SHARED(float, scratch, 16 * 16 * SMALL_GROUPS);                                                             \
-        SHARED(float, slots, 9 * 16 * SMALL_GROUPS);                                                                \
-        SHARED(double, pairs, 16 * SMALL_GROUPS);                                                                   \
+        SHARED(float, cluster_scratch, 9 * 16 * SMALL_GROUPS);                                                      \
+        SHARED(double, block_totals, 16 * SMALL_GROUPS);                                                            \
         SHARED(float, coefficients, 16 * SMALL_GROUPS);                                                             \
-        backward_small<MASK, SOURCE>(x, Incoming{dy, added, mask, pixels}, dz, dx, control, pixels, rows, channels,  \
-                                     BACKWARD, SITE, scratch, slots, pairs, coefficients);                          \
+        backward_small<MASK, SOURCE>(x, Incoming{dy, added, mask, pixels}, dz, dx, control, pixels, rows, channels, \
+                                     BACKWARD, REDUCTION, scratch, cluster_scratch, block_totals, coefficients);    \
     }
 BACKWARD_SMALL(norm_backward_small_all, ALL, DIRECT)
 BACKWARD_SMALL(norm_backward_small_recompute, RECOMPUTE, DIRECT)

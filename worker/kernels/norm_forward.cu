@@ -9,7 +9,7 @@ struct Norm {
     float *scale, *bias;               // y = scale x + bias
     float running_momentum;            // share of this batch in the running statistics
 };
-#define NORM_PARAMETERS                                                                                       \
+#define NORM_PARAMETERS \
     const float *gamma, const float *beta, float *running_mean, float *running_var, float *mean, float *inv_std, \
         float *scale, float *bias, float running_momentum
 #define NORM \
@@ -30,7 +30,7 @@ __device__ __forceinline__ void finish_forward(const Norm& n, u32 c, double sum,
     n.mean[c] = (float)mean;
     n.inv_std[c] = inv_std;
     // A float16 step with non-finite values is skipped, including its running statistics.
-    if (n.running_mean && count > 0 && (DTYPE != 1 || var - var == 0)) {
+    if (n.running_mean && count > 0 && (DTYPE != FLOAT16 || var - var == 0)) {
         double unbias = count / (count > 2 ? count - 1.0 : 1.0); // as in PyTorch, the running variance is unbiased
         float share = n.running_momentum, kept = 1.0f - share;
         n.running_mean[c] = kept * n.running_mean[c] + share * (float)mean;
@@ -38,15 +38,16 @@ __device__ __forceinline__ void finish_forward(const Norm& n, u32 c, double sum,
     }
 }
 
-// finish_forward() for the block's channels. `pairs` has one total per thread (at least 16 * bx).
-__device__ __forceinline__ void finish_forward_in_block(const Norm& n, double total, const Value& value, double count,
-                                                        bool write, double* pairs, float* coefficients) {
+// finish_forward() for the block's channels. `block_totals` has 16 * blockDim.x values: the sums of x of the block's
+// 8 * blockDim.x channels, then the sums of x * x.
+__device__ __forceinline__ void finish_forward_in_block(const Norm& n, double total, const ChannelSum& owned, double count,
+                                                        bool write, double* block_totals, float* coefficients) {
     u32 t = thread_in_block(), half = 8 * blockDim.x;
-    if (value.which < 2) pairs[t] = total;
+    if (owned.which < 2) block_totals[t] = total;
     __syncthreads();
-    if (value.which == 0 && value.active) {
+    if (owned.which == 0 && owned.active) {
         float scale, bias;
-        finish_forward(n, value.channel, pairs[t], pairs[t + half], count, write, scale, bias);
+        finish_forward(n, owned.channel, block_totals[t], block_totals[t + half], count, write, scale, bias);
         if (coefficients) {
             coefficients[t] = scale;
             coefficients[half + t] = bias;
@@ -65,17 +66,18 @@ __device__ __forceinline__ void add_statistics(const Raw& raw, float (&s)[16]) {
     }
 }
 
-// Sums of x and x * x per channel over the rows of real pictures, reduced as `mode` says (Site).
+// Sums of x and x * x per channel over the rows that are not padding (a row is one pixel), reduced over the ranks as
+// Reduction::mode (peers.cu) says.
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_statistics(const T* x, const Control* control, u32 pixels, u32 rows, u32 channels, float* partials,
-                    u32* counters, NORM_PARAMETERS, SITE_PARAMETERS) {
+                    u32* counters, NORM_PARAMETERS, REDUCTION_PARAMETERS) {
     pdl_wait();
     SHARED(float, scratch, 16 * 512);
-    SHARED(double, pairs, 512);
+    SHARED(double, block_totals, 512);
     GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
-    Value value = value_of_thread(channels);
-    Site site = SITE;
-    u32 number = next_exchange(site, value.active, value.index);
+    ChannelSum owned = channel_sum_of_thread(channels);
+    Reduction reduction = REDUCTION;
+    u32 exchange = next_exchange(reduction, owned.active, owned.index);
     u32 valid = valid_rows(control, pixels, rows);
     float s[16] = {};
     constexpr int U = 2 * IN_FLIGHT;
@@ -91,23 +93,23 @@ extern "C" __global__ void __launch_bounds__(512, 1)
             for (int i = 0; i < U; i++) add_statistics(raw[i], s);
         }
     double total;
-    if (!column_sums(block_sums(s, scratch), value, scratch, partials, counters, total)) return;
-    if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
-    finish_forward_in_block(NORM, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
+    if (!column_sums(block_sums(s, scratch), owned, scratch, partials, counters, total)) return;
+    if (!reduce_over_ranks(total, reduction, channels, owned.active, owned.index, exchange, true)) return;
+    finish_forward_in_block(NORM, total, owned, rows_in_statistics(control, pixels, rows), true, block_totals, nullptr);
 }
 
-// Finishes norm_statistics from sums that an all-reduce or a convolution's epilogue produced.
+// The second half of norm_statistics, for sums that an all-reduce or a convolution's epilogue has computed.
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_finish(const float* sum, const float* square, const Control* control, u32 pixels, u32 rows, u32 channels,
-                NORM_PARAMETERS, SITE_PARAMETERS) {
+                NORM_PARAMETERS, REDUCTION_PARAMETERS) {
     pdl_wait();
-    SHARED(double, pairs, 512);
-    Value value = value_of_thread(channels);
-    Site site = SITE;
-    u32 number = next_exchange(site, value.active, value.index);
-    double total = value.active ? (value.which ? square : sum)[value.channel] : 0.0f;
-    if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
-    finish_forward_in_block(NORM, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
+    SHARED(double, block_totals, 512);
+    ChannelSum owned = channel_sum_of_thread(channels);
+    Reduction reduction = REDUCTION;
+    u32 exchange = next_exchange(reduction, owned.active, owned.index);
+    double total = owned.active ? (owned.which ? square : sum)[owned.channel] : 0.0f;
+    if (!reduce_over_ranks(total, reduction, channels, owned.active, owned.index, exchange, true)) return;
+    finish_forward_in_block(NORM, total, owned, rows_in_statistics(control, pixels, rows), true, block_totals, nullptr);
 }
 
 // Scale and bias from the running statistics, for inference. One thread per channel.
@@ -121,7 +123,7 @@ extern "C" __global__ void norm_to_scale_and_bias(const float* gamma, const floa
     bias[c] = (float)(beta[c] - (double)running_mean[c] * s);
 }
 
-// Applies a batch norm to eight values of a row, and returns a mask: bit k is y > 0 of value k. ADD: 0 adds nothing, 1 the
+// Applies a batch norm to eight values of a row, and returns a mask: bit k is set if result k is positive. ADD: 0 adds nothing, 1 the
 // shortcut, 2 the shortcut after its own scale and bias (the batch norm of a projection).
 template <int ADD> struct Apply {
     float scale[8], bias[8], shortcut_scale[8], shortcut_bias[8];
@@ -145,9 +147,22 @@ template <int ADD> struct Apply {
     }
 };
 
-__device__ __forceinline__ float floor_of(u32 relu) { return relu ? 0.0f : __uint_as_float(0xff800000u); }
+// `group`: the group of the thread's channels in `scale` and `bias`; `shortcut_group`: in the shortcut's scale and bias.
+template <int ADD>
+__device__ __forceinline__ Apply<ADD> apply_of(const float* scale, const float* bias, u32 group, const float* shortcut_scale,
+                                               const float* shortcut_bias, u32 shortcut_group, u32 relu) {
+    Apply<ADD> f;
+    load_channels(scale, group, f.scale);
+    load_channels(bias, group, f.bias);
+    if (ADD == 2) {
+        load_channels(shortcut_scale, shortcut_group, f.shortcut_scale);
+        load_channels(shortcut_bias, shortcut_group, f.shortcut_bias);
+    }
+    f.floor = relu ? 0.0f : __uint_as_float(0xff800000u);
+    return f;
+}
 
-// y = [relu](x * scale + bias [+ shortcut]); mask: bit k of byte [row, group] is y > 0 of channel 8 * group + k.
+// y = [relu](x * scale + bias [+ shortcut]); mask: bit k of byte [row, group] is set if y of channel 8 * group + k is positive.
 template <int ADD>
 __device__ __forceinline__ void apply(const Apply<ADD>& f, const GridStride& w, const T* x, const T* shortcut, T* y, u8* mask,
                                       u32 rows) {
@@ -173,51 +188,38 @@ __device__ __forceinline__ void apply(const Apply<ADD>& f, const GridStride& w, 
     }
 }
 
-#define APPLY(NAME, ADD)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(256, ADD == 2 ? 2 : 3)                                         \
+#define APPLY(NAME, ADD) \
+    extern "C" __global__ void __launch_bounds__(256, ADD == 2 ? 2 : 3) \
         NAME(const T* x, const float* scale, const float* bias, const T* shortcut, const float* shortcut_scale, \
-             const float* shortcut_bias, T* y, u8* mask, u32 relu, u32 rows, u32 channels) {                    \
-        pdl_wait();                                                                                            \
-        GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);                                                        \
-        if (!w.active) return;                                                                                 \
-        Apply<ADD> f;                                                                                          \
-        load_channels(scale, w.group, f.scale);                                                                \
-        load_channels(bias, w.group, f.bias);                                                                  \
-        if (ADD == 2) {                                                                                        \
-            load_channels(shortcut_scale, w.group, f.shortcut_scale);                                          \
-            load_channels(shortcut_bias, w.group, f.shortcut_bias);                                            \
-        }                                                                                                      \
-        f.floor = floor_of(relu);                                                                              \
-        apply(f, w, x, shortcut, y, mask, rows);                                                               \
+             const float* shortcut_bias, T* y, u8* mask, u32 relu, u32 rows, u32 channels) { \
+        pdl_wait(); \
+        GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x); \
+        if (!w.active) return; \
+        Apply<ADD> f = apply_of<ADD>(scale, bias, w.group, shortcut_scale, shortcut_bias, w.group, relu); \
+        apply(f, w, x, shortcut, y, mask, rows); \
     }
 APPLY(norm_apply, 0)
 APPLY(norm_apply_add, 1)
 APPLY(norm_apply_add_norm, 2)
 
-// norm_finish and norm_apply in one kernel: every block computes its channels' scale and bias from the sums.
-#define FINISH_APPLY(NAME, ADD)                                                                                \
-    extern "C" __global__ void __launch_bounds__(256, ADD == 2 ? 2 : 3)                                         \
+// norm_finish (without an exchange between ranks) and norm_apply in one kernel: every block computes its channels' scale and bias from the sums.
+#define FINISH_APPLY(NAME, ADD) \
+    extern "C" __global__ void __launch_bounds__(256, ADD == 2 ? 2 : 3) \
         NAME(const T* x, const float* sum, const float* square, const T* shortcut, const float* shortcut_scale, \
              const float* shortcut_bias, T* y, u8* mask, u32 relu, const Control* control, u32 pixels, u32 rows, \
-             u32 channels, NORM_PARAMETERS) {                                                                   \
-        pdl_wait();                                                                                            \
-        SHARED(float, coefficients, 512);                                                                      \
-        u32 t = thread_in_block(), half = 8 * blockDim.x, c = blockIdx.y * half + t;                            \
-        if (t < half && c < channels)                                                                          \
-            finish_forward(NORM, c, sum[c], square[c], stat_rows(control, pixels, rows), blockIdx.x == 0,       \
-                           coefficients[t], coefficients[half + t]);                                           \
-        __syncthreads();                                                                                       \
-        GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);                                                        \
-        if (!w.active) return;                                                                                 \
-        Apply<ADD> f;                                                                                          \
-        load_channels(coefficients, threadIdx.x, f.scale);                                                     \
-        load_channels(coefficients + half, threadIdx.x, f.bias);                                               \
-        if (ADD == 2) {                                                                                        \
-            load_channels(shortcut_scale, w.group, f.shortcut_scale);                                          \
-            load_channels(shortcut_bias, w.group, f.shortcut_bias);                                            \
-        }                                                                                                      \
-        f.floor = floor_of(relu);                                                                              \
-        apply(f, w, x, shortcut, y, mask, rows);                                                               \
+             u32 channels, NORM_PARAMETERS) { \
+        pdl_wait(); \
+        SHARED(float, coefficients, 512); \
+        u32 t = thread_in_block(), half = 8 * blockDim.x, c = blockIdx.y * half + t; \
+        if (t < half && c < channels) \
+            finish_forward(NORM, c, sum[c], square[c], rows_in_statistics(control, pixels, rows), blockIdx.x == 0, \
+                           coefficients[t], coefficients[half + t]); \
+        __syncthreads(); \
+        GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x); \
+        if (!w.active) return; \
+        Apply<ADD> f = apply_of<ADD>(coefficients, coefficients + half, threadIdx.x, shortcut_scale, shortcut_bias, w.group, \
+                                     relu); \
+        apply(f, w, x, shortcut, y, mask, rows); \
     }
 FINISH_APPLY(norm_finish_apply, 0)
 FINISH_APPLY(norm_finish_apply_add, 1)
@@ -225,20 +227,20 @@ FINISH_APPLY(norm_finish_apply_add_norm, 2)
 
 // Statistics and application in one launch, for small activations. A cluster owns 8 * bx channels; its blocks
 // (blockIdx.x) divide the rows, and each thread keeps its first rows in registers. No block waits for another
-// cluster of this GPU. In mode 2 (Site) a cluster waits for the same cluster of the other ranks, so all clusters must be
+// cluster of this GPU. If ranks exchange sums, a cluster waits for the same cluster of the other ranks, so all clusters must be
 // resident at once: the launcher limits the grid to fewer blocks than multiprocessors and leaves multiprocessors for a
 // concurrent collective.
 template <int ADD>
 __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, const float* shortcut_scale,
                                               const float* shortcut_bias, T* y, u8* mask, u32 relu,
                                               const Control* control, u32 pixels, u32 rows, u32 channels, const Norm& n,
-                                              const Site& site, float* scratch, float* slots, double* pairs,
+                                              const Reduction& reduction, float* scratch, float* cluster_scratch, double* block_totals,
                                               float* coefficients) {
     cluster_arrive();
     u32 part = cluster_rank(), parts = cluster_size();
     GridStride w = rows_of_thread(channels, part, parts);
-    Value value = value_of_thread(channels);
-    u32 number = next_exchange(site, value.active, value.index);
+    ChannelSum owned = channel_sum_of_thread(channels);
+    u32 exchange = next_exchange(reduction, owned.active, owned.index);
     u32 valid = valid_rows(control, pixels, rows);
     constexpr int U = IN_FLIGHT;
     Raw raw[U], added[U];
@@ -266,20 +268,14 @@ __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, con
 #pragma unroll
             for (int i = 0; i < U; i++) add_statistics(next[i], s);
         }
-    double total = cluster_sums(block_sums(s, scratch), value, slots);
+    double total = cluster_sums(block_sums(s, scratch), owned, cluster_scratch);
     bool leader = part == 0;
-    if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, leader)) return;
-    finish_forward_in_block(n, total, value, stat_rows(control, pixels, rows), leader, pairs, coefficients);
+    if (!reduce_over_ranks(total, reduction, channels, owned.active, owned.index, exchange, leader)) return;
+    finish_forward_in_block(n, total, owned, rows_in_statistics(control, pixels, rows), leader, block_totals, coefficients);
     __syncthreads();
     if (!w.active) return;
-    Apply<ADD> f;
-    load_channels(coefficients, threadIdx.x, f.scale);
-    load_channels(coefficients + 8 * blockDim.x, threadIdx.x, f.bias);
-    if (ADD == 2) {
-        load_channels(shortcut_scale, w.group, f.shortcut_scale);
-        load_channels(shortcut_bias, w.group, f.shortcut_bias);
-    }
-    f.floor = floor_of(relu);
+    Apply<ADD> f = apply_of<ADD>(coefficients, coefficients + 8 * blockDim.x, threadIdx.x, shortcut_scale, shortcut_bias,
+                                 w.group, relu);
     for (u32 first = w.first; first < rows; first += U * w.step) {
         if (first != w.first)
 #pragma unroll
@@ -304,18 +300,18 @@ __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, con
     }
 }
 
-#define FORWARD_SMALL(NAME, ADD)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(512, 1)                                                            \
+#define FORWARD_SMALL(NAME, ADD) \
+    extern "C" __global__ void __launch_bounds__(512, 1) \
         NAME(const T* x, const T* shortcut, const float* shortcut_scale, const float* shortcut_bias, T* y, u8* mask, \
-             u32 relu, const Control* control, u32 pixels, u32 rows, u32 channels, NORM_PARAMETERS,                 \
-             SITE_PARAMETERS) {                                                                                    \
-        pdl_wait();                                                                                                \
-        SHARED(float, scratch, 16 * 16 * SMALL_GROUPS);                                                            \
-        SHARED(float, slots, 9 * 16 * SMALL_GROUPS);                                                               \
-        SHARED(double, pairs, 16 * SMALL_GROUPS);                                                                  \
-        SHARED(float, coefficients, 16 * SMALL_GROUPS);                                                            \
-        forward_small<ADD>(x, shortcut, shortcut_scale, shortcut_bias, y, mask, relu, control, pixels, rows,        \
-                           channels, NORM, SITE, scratch, slots, pairs, coefficients);                             \
+             u32 relu, const Control* control, u32 pixels, u32 rows, u32 channels, NORM_PARAMETERS, \
+             REDUCTION_PARAMETERS) { \
+        pdl_wait(); \
+        SHARED(float, scratch, 16 * 16 * SMALL_GROUPS); \
+        SHARED(float, cluster_scratch, 9 * 16 * SMALL_GROUPS); \
+        SHARED(double, block_totals, 16 * SMALL_GROUPS); \
+        SHARED(float, coefficients, 16 * SMALL_GROUPS); \
+        forward_small<ADD>(x, shortcut, shortcut_scale, shortcut_bias, y, mask, relu, control, pixels, rows, \
+                           channels, NORM, REDUCTION, scratch, cluster_scratch, block_totals, coefficients); \
     }
 FORWARD_SMALL(norm_forward_small, 0)
 FORWARD_SMALL(norm_forward_small_add, 1)

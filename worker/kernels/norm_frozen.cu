@@ -36,13 +36,13 @@ __device__ __forceinline__ void backward_frozen(const T* x, const Incoming& in, 
     }
 }
 
-#define BACKWARD_FROZEN(NAME, MASK, SOURCE)                                                                     \
-    extern "C" __global__ void __launch_bounds__(256, 2)                                                         \
-        NAME(const T* x, const T* dy, const T* added, const u8* mask, const float* scale, const float* bias,     \
-             T* dz, T* dx, const Control* control, u32 pixels, u32 rows, u32 channels) {                         \
-        pdl_wait();                                                                                             \
-        backward_frozen<MASK, SOURCE>(x, Incoming{dy, added, mask, pixels}, scale, bias, dz, dx,                 \
-                                      valid_rows(control, pixels, rows), rows, channels);                       \
+#define BACKWARD_FROZEN(NAME, MASK, SOURCE)                                                                  \
+    extern "C" __global__ void __launch_bounds__(256, 2)                                                     \
+        NAME(const T* x, const T* dy, const T* added, const u8* mask, const float* scale, const float* bias, \
+             T* dz, T* dx, const Control* control, u32 pixels, u32 rows, u32 channels) {                     \
+        pdl_wait();                                                                                          \
+        backward_frozen<MASK, SOURCE>(x, Incoming{dy, added, mask, pixels}, scale, bias, dz, dx,             \
+                                      valid_rows(control, pixels, rows), rows, channels);                    \
     }
 BACKWARD_FROZEN(norm_backward_frozen_all, ALL, DIRECT)
 BACKWARD_FROZEN(norm_backward_frozen_recompute, RECOMPUTE, DIRECT)

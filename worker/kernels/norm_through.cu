@@ -2,7 +2,7 @@
 // input of the next 1x1 convolution. Tensor cores compute this gradient tile by tile, and the thread block that computed a tile
 // consumes it, so the gradient is never stored. This saves one write and one read of the largest tensors of a bottleneck network.
 
-#if DTYPE != 0 && defined(HAS_WGMMA)
+#if DTYPE != FLOAT32 && defined(HAS_WGMMA)
 
 // A block of 32 x 16 threads computes tiles of TILE_ROWS rows and TILE_CHANNELS channels; a thread owns eight channels of
 // four rows.
@@ -17,22 +17,33 @@ __device__ __forceinline__ T* swizzled(T* matrices, u32 height, u32 row, u32 gro
     return matrices + group / 8 * height * 64 + row * 64 + ((group ^ row) & 7) * 8;
 }
 
+// Stores the product that a block's four warpgroups have computed, 64 padded rows of 8 N columns. Each warpgroup has 2 N columns; `c`
+// are the sums of one thread, in wgmma's order.
+template <int N> __device__ __forceinline__ void put_product(const float (&c)[N], u32 warp, u32 lane, T* product) {
+    T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(8 * N) + warp / 4 * 2 * N + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < N / 4; j++) {
+        *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
+        *(u32*)(to + j * 8 + 8 * PADDED_ROW(8 * N)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
+    }
+}
+
 // norm_backward_sums_bits_added with dy W in place of dy: dy [rows, inner], W = `weights` [inner, channels]. `inner` is a
 // multiple of 64, `channels` of 256; gridDim.y = channels / 256. Dynamic shared memory: 1024 bytes for alignment, W's
 // columns, a tile of dy, a tile of the product.
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_backward_sums_through(const T* x, const T* dy, const T* weights, u32 inner, const T* added, const u8* mask,
                                T* dz, const Control* control, u32 pixels, u32 rows, u32 channels, float* partials,
-                               u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {
+                               u32* counters, BACKWARD_PARAMETERS, REDUCTION_PARAMETERS) {
     pdl_wait();
     DYNAMIC_SHARED(smem);
     T* weights_smem = (T*)(((u64)smem + 1023) / 1024 * 1024);
     T* dy_smem = weights_smem + inner * TILE_CHANNELS;
     T* product = dy_smem + inner * TILE_ROWS;
-    Value value = value_of_thread(channels);
-    Site site = SITE;
+    ChannelSum owned = channel_sum_of_thread(channels);
+    Reduction reduction = REDUCTION;
     Backward b = BACKWARD;
-    u32 number = next_exchange(site, value.active, value.index);
+    u32 exchange = next_exchange(reduction, owned.active, owned.index);
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     u32 groups = channels / 8, group = blockIdx.y * (TILE_CHANNELS / 8) + threadIdx.x;
     u32 t = thread_in_block(), lane = t % 32, warp = t / 32, pieces = inner / 8;
@@ -85,12 +96,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                 wgmma_m64n64k16_k_mn(c, dy_desc + (k * TILE_ROWS + i) / 8, weights_desc + (k + i) * 64 / 8, k + i > 0);
         wgmma_commit_group();
         wgmma_wait_group<0>();
-        T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(TILE_CHANNELS) + quarter * 64 + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            *(u32*)(to + j * 8) = pair(c[j * 4], c[j * 4 + 1]);
-            *(u32*)(to + j * 8 + 8 * PADDED_ROW(TILE_CHANNELS)) = pair(c[j * 4 + 2], c[j * 4 + 3]);
-        }
+        put_product(c, warp, lane, product);
         __syncthreads();
         if (tile + gridDim.x < tiles) copy_dy(tile + gridDim.x);
 #pragma unroll
@@ -112,10 +118,10 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     __syncthreads();
     float* scratch = (float*)product;
     double total;
-    if (!column_sums(block_sums(s, scratch), value, scratch, partials, counters, total)) return;
-    parameter_gradients(b, total, value);
-    if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
-    finish_backward_in_block(b, total, value, stat_rows(control, pixels, rows), true, (double*)product, nullptr);
+    if (!column_sums(block_sums(s, scratch), owned, scratch, partials, counters, total)) return;
+    parameter_gradients(b, total, owned);
+    if (!reduce_over_ranks(total, reduction, channels, owned.active, owned.index, exchange, true)) return;
+    finish_backward_in_block(b, total, owned, rows_in_statistics(control, pixels, rows), true, (double*)product, nullptr);
 }
 
 #endif

@@ -1,7 +1,7 @@
 // The activations' floating-point format T (all kernels are compiled once per format), and accesses to groups of eight channels.
 
 // `Raw` has eight values of type T; load() and store() count in groups of eight.
-#if DTYPE == 0 // float32
+#if DTYPE == FLOAT32
 typedef float T;
 struct Raw {
     uint4 a, b;
@@ -33,7 +33,7 @@ __device__ __forceinline__ Raw pack(const float (&v)[8]) {
 __device__ __forceinline__ float to_float(T v) { return v; }
 __device__ __forceinline__ T from_float(float v) { return v; }
 
-#else // 16 bits: float16 (1) or bfloat16 (2)
+#else // FLOAT16 or BFLOAT16
 typedef u16 T;
 struct Raw {
     uint4 a;
@@ -41,7 +41,7 @@ struct Raw {
 __device__ __forceinline__ Raw load(const T* p, u64 group) { return {((const uint4*)p)[group]}; }
 __device__ __forceinline__ void store(T* p, u64 group, const Raw& v) { ((uint4*)p)[group] = v.a; }
 __device__ __forceinline__ Raw zeros() { return {{0, 0, 0, 0}}; }
-#if DTYPE == 1
+#if DTYPE == FLOAT16
 __device__ __forceinline__ float low(u32 pair) { return half_low(pair); }
 __device__ __forceinline__ float high(u32 pair) { return half_high(pair); }
 __device__ __forceinline__ u32 pair(float l, float h) { return half_pair(l, h); }
@@ -105,6 +105,6 @@ __device__ __forceinline__ u32 valid_rows(const Control* control, u32 pixels, u3
     return control ? min(rows, control->valid * pixels) : rows;
 }
 // Number of rows in the statistics: of all ranks if the statistics are synchronised.
-__device__ __forceinline__ double stat_rows(const Control* control, u32 pixels, u32 rows) {
+__device__ __forceinline__ double rows_in_statistics(const Control* control, u32 pixels, u32 rows) {
     return control ? (double)control->stat_pictures * pixels : (double)rows;
 }

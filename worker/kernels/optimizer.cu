@@ -58,7 +58,6 @@ template <class Before>
 __device__ __forceinline__ bool square_sum_of(const Gradients& gradients, double* partials, u32* counter, Before before,
                                               double& square_sum) {
     SHARED(double, warps, 16);
-    SHARED(u32, last, 1);
     u64 groups = gradients.length / 8, step = (u64)gridDim.x * blockDim.x;
     float s[4] = {};
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += 4 * step) {
@@ -78,13 +77,8 @@ __device__ __forceinline__ bool square_sum_of(const Gradients& gradients, double
     if (threadIdx.x == 0) {
         before();
         partials[blockIdx.x] = sum;
-        __threadfence();
-        last[0] = atomicAdd(counter, 1u) == gridDim.x - 1;
-        if (last[0]) *counter = 0;
     }
-    __syncthreads();
-    if (!last[0]) return false;
-    __threadfence();
+    if (!is_last_block(counter, gridDim.x)) return false;
     square_sum = 0;
     for (u32 b = threadIdx.x; b < gridDim.x; b += blockDim.x) square_sum += ldcg(partials + b);
     square_sum = block_sum(square_sum, warps);
@@ -168,8 +162,8 @@ struct FlatWeights {
     }
 };
 
-#if DTYPE == 2
-// Float32 weights in two planes of 16 bits: `nearest`, rounded to the nearest bfloat16 (halves away from zero), and `differences`,
+#if DTYPE == BFLOAT16
+// Float32 weights in two planes of 16 bits: `nearest`, rounded to the nearest bfloat16 (ties away from zero), and `differences`,
 // the signed integer difference between the float32 bits and `nearest`. Kernels compute with `nearest`, so no copy in T is needed.
 struct PlanarWeights {
     T* differences;
@@ -222,6 +216,32 @@ __device__ __forceinline__ u32 segment_of(const Segment* segments, u32 count, u6
     return from;
 }
 
+// The sums of two kinds of squares over a segment: of the weights, and of the gradients or of the prepared update.
+struct Squares {
+    double weights, others;
+};
+
+// Stores the block's sums of `s` in `partials`, as block blockIdx.x of the NORM_PARTS blocks of segment blockIdx.y.
+__device__ __forceinline__ void store_squares(Squares s, double* warps, double* partials) {
+    s.weights = block_sum(s.weights, warps);
+    s.others = block_sum(s.others, warps);
+    if (threadIdx.x == 0) {
+        double* to = partials + ((u64)blockIdx.y * NORM_PARTS + blockIdx.x) * 2;
+        to[0] = s.weights;
+        to[1] = s.others;
+    }
+}
+
+// Sums the partial sums of a segment, which store_squares() has stored.
+__device__ __forceinline__ Squares squares_of(const double* partials, u32 segment) {
+    Squares s = {0, 0};
+    for (u32 p = 0; p < NORM_PARTS; p++) {
+        s.weights += partials[((u64)segment * NORM_PARTS + p) * 2];
+        s.others += partials[((u64)segment * NORM_PARTS + p) * 2 + 1];
+    }
+    return s;
+}
+
 // Partial sums of squares of the weights and the gradients of segment blockIdx.y, one of each per block (NORM_PARTS).
 extern "C" __global__ void __launch_bounds__(256)
     lars_norms(const float* weights, GRADIENT_PARAMETERS, const Segment* segments, double* partials) {
@@ -229,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(256)
     SHARED(double, warps, 8);
     Gradients gradients = GRADIENTS;
     Segment s = segments[blockIdx.y];
-    double weight_squares = 0, gradient_squares = 0;
+    Squares squares = {0, 0};
     if (s.adapted)
         for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < s.length / 8; i += (u64)NORM_PARTS * blockDim.x) {
             float w[8], g[8], ws = 0, gs = 0;
@@ -240,16 +260,10 @@ extern "C" __global__ void __launch_bounds__(256)
                 ws = fmaf(w[k], w[k], ws);
                 gs = fmaf(g[k], g[k], gs);
             }
-            weight_squares += ws;
-            gradient_squares += gs;
+            squares.weights += ws;
+            squares.others += gs;
         }
-    weight_squares = block_sum(weight_squares, warps);
-    gradient_squares = block_sum(gradient_squares, warps);
-    if (threadIdx.x == 0) {
-        double* to = partials + ((u64)blockIdx.y * NORM_PARTS + blockIdx.x) * 2;
-        to[0] = weight_squares;
-        to[1] = gradient_squares;
-    }
+    store_squares(squares, warps, partials);
 }
 
 // Each segment's rate: trust |w| / (|g| + decay |w|), or 1 without decay if not adapted. One thread per segment.
@@ -258,12 +272,8 @@ extern "C" __global__ void lars_rates(const double* partials, const Segment* seg
     pdl_wait();
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
-    double weight_squares = 0, gradient_squares = 0;
-    for (u32 p = 0; p < NORM_PARTS; p++) {
-        weight_squares += partials[((u64)i * NORM_PARTS + p) * 2];
-        gradient_squares += partials[((u64)i * NORM_PARTS + p) * 2 + 1];
-    }
-    double w = sqrt(weight_squares), g = sqrt(gradient_squares) * scaler->inverse, denominator = g + (double)decay * w;
+    Squares squares = squares_of(partials, i);
+    double w = sqrt(squares.weights), g = sqrt(squares.others) * scaler->inverse, denominator = g + (double)decay * w;
     Rate r = {1.0f, 0.0f};
     if (segments[i].adapted) {
         r.decay = decay;
@@ -282,8 +292,7 @@ __device__ __forceinline__ void update(const Weights& weights, float* velocity, 
                                        const Segment* segments, const Rate* rates, u32 count) {
     if (!scaler->apply) return;
     float lr = control->lr, inverse = scaler->inverse;
-    u64 groups = gradients.length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, gradients.length / 8) {
         float w[8], v[8], g[8], rate = lr, decay = i * 8 < gradients.first_length ? first_decay : second_decay;
         gradients.get(i, g);
         weights.get(i, w);
@@ -308,29 +317,29 @@ __device__ __forceinline__ void update(const Weights& weights, float* velocity, 
         store_channels(velocity, i, v);
     }
 }
-#define UPDATE(NAME, KIND)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(256)                                                                \
-        NAME(float* weights, float* velocity, T* low_precision, GRADIENT_PARAMETERS, const Control* control,                \
-             const Scaler* scaler, float momentum, float first_decay, float second_decay, const Segment* segments,   \
-             const Rate* rates, u32 count) {                                                                                           \
-        pdl_wait();                                                                                                 \
-        update<KIND>(FlatWeights{weights, low_precision, first_length}, velocity, GRADIENTS, control, scaler, momentum,    \
-                     first_decay, second_decay, segments, rates, count);                                             \
+#define UPDATE(NAME, KIND) \
+    extern "C" __global__ void __launch_bounds__(256) \
+        NAME(float* weights, float* velocity, T* low_precision, GRADIENT_PARAMETERS, const Control* control, \
+             const Scaler* scaler, float momentum, float first_decay, float second_decay, const Segment* segments, \
+             const Rate* rates, u32 count) { \
+        pdl_wait(); \
+        update<KIND>(FlatWeights{weights, low_precision, first_length}, velocity, GRADIENTS, control, scaler, momentum, \
+                     first_decay, second_decay, segments, rates, count); \
     }
 UPDATE(sgd_momentum, 0)
 UPDATE(sgd_nesterov, 1)
 UPDATE(sgd_lars, 2)
 
-#if DTYPE == 2
+#if DTYPE == BFLOAT16
 // The same for weights in planes.
-#define UPDATE_PLANES(NAME, KIND)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(256)                                                                \
+#define UPDATE_PLANES(NAME, KIND) \
+    extern "C" __global__ void __launch_bounds__(256) \
         NAME(T* differences, float* velocity, T* nearest, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler, \
-             float momentum, float first_decay, float second_decay, const Segment* segments, const Rate* rates,      \
-             u32 count) {                                                                                           \
-        pdl_wait();                                                                                                 \
-        update<KIND>(PlanarWeights{differences, nearest}, velocity, GRADIENTS, control, scaler, momentum, first_decay,      \
-                     second_decay, segments, rates, count);                                                         \
+             float momentum, float first_decay, float second_decay, const Segment* segments, const Rate* rates, \
+             u32 count) { \
+        pdl_wait(); \
+        update<KIND>(PlanarWeights{differences, nearest}, velocity, GRADIENTS, control, scaler, momentum, first_decay, \
+                     second_decay, segments, rates, count); \
     }
 UPDATE_PLANES(sgd_momentum_planes, 0)
 UPDATE_PLANES(sgd_nesterov_planes, 1)
@@ -341,8 +350,7 @@ extern "C" __global__ void __launch_bounds__(256)
     pdl_wait();
     if (*finished != steps) return;
     PlanarWeights weights = {(T*)differences, (T*)nearest};
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         float a[8], v[8];
         load_channels(average, i, a);
         weights.get(i, v);
@@ -355,9 +363,8 @@ extern "C" __global__ void __launch_bounds__(256)
 // find_not_finite for weights in planes: the nearest bfloat16 of a non-finite weight is not finite either.
 extern "C" __global__ void __launch_bounds__(256) find_not_finite_nearest(const T* values, u64 length, u32* found) {
     pdl_wait();
-    u64 step = (u64)gridDim.x * blockDim.x;
     bool finite = true;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step)
+    FOR_ITEMS(i, length)
         finite &= to_float(values[i]) - to_float(values[i]) == 0;
     if (!finite) *found = 1;
 }
@@ -366,8 +373,7 @@ extern "C" __global__ void __launch_bounds__(256) find_not_finite_nearest(const 
 // Adds a micro-batch's gradient to the step's float32 `sum`; stores it there if `overwrite`.
 extern "C" __global__ void __launch_bounds__(256) accumulate_gradients(float* sum, const T* gradient, u64 length, u32 overwrite) {
     pdl_wait();
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         float s[8] = {}, g[8];
         unpack(load(gradient, i), g);
         if (!overwrite) load_channels(sum, i, s);
@@ -377,28 +383,13 @@ extern "C" __global__ void __launch_bounds__(256) accumulate_gradients(float* su
     }
 }
 
-// sum += part: parts of the gradient of one activation.
-extern "C" __global__ void __launch_bounds__(256) add(T* sum, const T* part, u64 length) {
-    pdl_wait();
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
-        float a[8], b[8];
-        unpack(load(sum, i), a);
-        unpack(load(part, i), b);
-#pragma unroll
-        for (int k = 0; k < 8; k++) a[k] += b[k];
-        store(sum, i, pack(a));
-    }
-}
-
 // average = (1 - rest) average + rest values, as in the CPU engine's `sums::average`. Does nothing unless exactly `steps` steps have
 // finished, so that a refused update is not averaged.
 extern "C" __global__ void __launch_bounds__(256)
     average_values(float* average, const float* values, u64 length, float rest, const u32* finished, u32 steps) {
     pdl_wait();
     if (*finished != steps) return;
-    u64 step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) {
+    FOR_ITEMS(i, length) {
         average[i] = averaged(average[i], values[i], rest);
     }
 }
@@ -406,9 +397,8 @@ extern "C" __global__ void __launch_bounds__(256)
 // *found = 1 if any of `length` values is not finite.
 extern "C" __global__ void __launch_bounds__(256) find_not_finite(const float* values, u64 length, u32* found) {
     pdl_wait();
-    u64 step = (u64)gridDim.x * blockDim.x;
     bool finite = true;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) finite &= values[i] - values[i] == 0;
+    FOR_ITEMS(i, length) finite &= values[i] - values[i] == 0;
     if (!finite) *found = 1;
 }
 
@@ -416,8 +406,8 @@ extern "C" __global__ void __launch_bounds__(256) find_not_finite(const float* v
 // change of any one value changes the sum.
 extern "C" __global__ void __launch_bounds__(256) add_checksum(const u32* values, u64 length, u64* sum) {
     pdl_wait();
-    u64 step = (u64)gridDim.x * blockDim.x, thread_sum = 0;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) {
+    u64 thread_sum = 0;
+    FOR_ITEMS(i, length) {
         u64 mixed = (i << 32 | values[i]) * 0x9e3779b97f4a7c15ull;
         thread_sum += (mixed ^ mixed >> 32) * 0xbf58476d1ce4e5b9ull;
     }
@@ -428,8 +418,7 @@ extern "C" __global__ void __launch_bounds__(256) add_checksum(const u32* values
 // Converts float32 values to the activations' format.
 extern "C" __global__ void __launch_bounds__(256) to_low_precision(const float* from, T* to, u64 length) {
     pdl_wait();
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    FOR_ITEMS(i, length / 8) {
         float v[8];
         load_channels(from, i, v);
         store(to, i, pack(v));

@@ -116,11 +116,11 @@ __device__ __forceinline__ void max_pool(const T* x, const float* scale_, const 
     }
 }
 
-#define MAX_POOL(NAME, AFFINE, ARGMAX)                                                                              \
-    extern "C" __global__ void __launch_bounds__(256, 2)                                                         \
+#define MAX_POOL(NAME, AFFINE, ARGMAX) \
+    extern "C" __global__ void __launch_bounds__(256, 2) \
         NAME(const T* x, const float* scale, const float* bias, T* y, u8* argmax, POOL_PARAMETERS, u32 channels) { \
-        pdl_wait();                                                                                             \
-        max_pool<AFFINE, ARGMAX>(x, scale, bias, y, argmax, POOL, channels);                                          \
+        pdl_wait(); \
+        max_pool<AFFINE, ARGMAX>(x, scale, bias, y, argmax, POOL, channels); \
     }
 MAX_POOL(norm_max_pool, true, false)
 MAX_POOL(norm_max_pool_argmax, true, true)
@@ -222,16 +222,16 @@ __device__ __forceinline__ u32 valid_pictures(const Control* control, const Pool
 // norm_backward_sums for a batch norm before ReLU and max pooling. dy and argmax have the shape of the pooling's output.
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_backward_sums_max_pool(const T* x, const T* dy, const u8* argmax, const Control* control, POOL_PARAMETERS,
-                                u32 channels, float* partials, u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {
+                                u32 channels, float* partials, u32* counters, BACKWARD_PARAMETERS, REDUCTION_PARAMETERS) {
     pdl_wait();
     SHARED(float, scratch, 16 * 512);
-    SHARED(double, pairs, 512);
+    SHARED(double, block_totals, 512);
     Pool p = POOL;
     Backward b = BACKWARD;
     GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
-    Value value = value_of_thread(channels);
-    Site site = SITE;
-    u32 number = next_exchange(site, value.active, value.index);
+    ChannelSum owned = channel_sum_of_thread(channels);
+    Reduction reduction = REDUCTION;
+    u32 exchange = next_exchange(reduction, owned.active, owned.index);
     float s[16] = {};
     if (w.active) {
         float mean_[8], scale_[8], bias_[8];
@@ -248,11 +248,11 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                });
     }
     double total;
-    if (!column_sums(block_sums(s, scratch), value, scratch, partials, counters, total)) return;
-    parameter_gradients(b, total, value);
-    if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
+    if (!column_sums(block_sums(s, scratch), owned, scratch, partials, counters, total)) return;
+    parameter_gradients(b, total, owned);
+    if (!reduce_over_ranks(total, reduction, channels, owned.active, owned.index, exchange, true)) return;
     u32 pixels = height * width;
-    finish_backward_in_block(b, total, value, stat_rows(control, pixels, pictures * pixels), true, pairs, nullptr);
+    finish_backward_in_block(b, total, owned, rows_in_statistics(control, pixels, pictures * pixels), true, block_totals, nullptr);
 }
 
 // norm_backward_apply for a batch norm before ReLU and max pooling.

@@ -1,7 +1,7 @@
 // Rows of activations of ranks that share pictures: a rank has some rows of each picture, and receives the other rows that its windows
 // reach from other ranks. A line is one row of one picture: `quads` groups of four values.
 
-#if DTYPE == 0
+#if DTYPE == FLOAT32
 typedef uint4 Quad;
 __device__ __forceinline__ Quad quad_of(float v) {
     u32 bits = __float_as_uint(v);

@@ -118,16 +118,15 @@ extern "C" __global__ void __launch_bounds__(1024)
 // elements. scatter_elements() copies the rows back.
 template <class V>
 __device__ __forceinline__ void gather_elements(const V* all, V* sampled, const Sample* sample, u32 width, u64 length) {
-    u64 step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) {
+    FOR_ITEMS(i, length) {
         u32 row = (u32)i / width;
         sampled[i] = row < sample->count ? all[(u64)classes_of(sample)[row] * width + (u32)i % width] : V{};
     }
 }
 template <class V>
 __device__ __forceinline__ void scatter_elements(V* all, const V* sampled, const Sample* sample, u32 width) {
-    u64 length = (u64)sample->count * width, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step)
+    u64 length = (u64)sample->count * width;
+    FOR_ITEMS(i, length)
         all[(u64)classes_of(sample)[(u32)i / width] * width + (u32)i % width] = sampled[i];
 }
 extern "C" __global__ void __launch_bounds__(256)

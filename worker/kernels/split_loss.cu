@@ -238,8 +238,8 @@ extern "C" __global__ void __launch_bounds__(256)
 // to = the sum of `count` parts of `length` values each; `length` is a multiple of 8.
 extern "C" __global__ void __launch_bounds__(256) sum_parts(const T* parts, T* to, u64 length, u32 count) {
     pdl_wait();
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+    u64 groups = length / 8;
+    FOR_ITEMS(i, groups) {
         float sum[8] = {};
         for (u32 part = 0; part < count; part++) {
             float v[8];

@@ -220,7 +220,7 @@ fn train_with<'a>(
     // exited, so the engine is leaked. Dropping the writer waits for a checkpoint that is being written.
     let Run { engine: CurrentEngine(engine), writer, .. } = run;
     if let Some(engine) = engine {
-        engine.abandon();
+        engine.leak();
     }
     drop(writer);
     outcome

@@ -249,7 +249,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     if let Some(weights) = spec.model.pretrained.as_deref().filter(|given| KNOWN_WEIGHTS.contains(given))
         && weights != arch
     {
-        mistake(
+        errors.add(
             "/model/pretrained",
             format!(
                 "{weights} names the weights of a {weights}, not of a {arch}: set model.arch = {weights:?}"

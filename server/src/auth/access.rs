@@ -40,7 +40,7 @@ use std::{
     sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
     time::Duration,
 };
-use tokio::time::{interval, sleep};
+use tokio::time::{Instant, interval, interval_at, sleep};
 use tokio_util::sync::CancellationToken;
 
 /// Lifetime of a session, after which the browser has to sign in again.
@@ -279,7 +279,8 @@ impl Access {
 
     /// Ends expired tokens and sessions, stores when tokens were used, and removes old tokens. Never returns.
     pub(crate) async fn run_upkeep(&self, store: &dyn Store) {
-        let (mut store_tick, mut purge_tick) = (interval(STORE_USE_INTERVAL), interval(PURGE_INTERVAL));
+        let mut store_tick = interval_at(Instant::now() + STORE_USE_INTERVAL, STORE_USE_INTERVAL);
+        let mut purge_tick = interval(PURGE_INTERVAL);
         loop {
             tokio::select! {
                 () = sleep(EXPIRE_INTERVAL) => self.expire(crate::now()),

@@ -258,10 +258,16 @@ impl Agent {
     }
 }
 
+/// Starts a server, and an agent of this number of slots that has the dataset of [`crate::test_server::spec`].
+pub async fn server_with_agent(slots: u32) -> (TestServer, Agent) {
+    let server = TestServer::new().await;
+    let agent = Agent::join_with_dataset(&server, slots).await;
+    (server, agent)
+}
+
 /// Starts a server, the agent `a` with two slots, and a job as [`Agent::start_job`] does.
 pub async fn start_job(change: impl FnOnce(&mut Value)) -> (TestServer, Agent, String, AttemptRef) {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let (id, attempt) = agent.start_job(&server, change).await;
     (server, agent, id, attempt)
 }

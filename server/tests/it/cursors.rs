@@ -1,7 +1,7 @@
 //! A cursor is valid only for its list, its job or dataset, and its order.
 
 use crate::{
-    agent::{Agent, checkpoint, dataset_info, line, losses, running},
+    agent::{Agent, checkpoint, dataset_info, line, losses, running, server_with_agent},
     log_pages::answer_samples,
     test_server::TestServer,
 };
@@ -12,8 +12,7 @@ use serde_json::json;
 /// Returns the cursor of the first page of a list.
 async fn first_cursor(server: &TestServer, path: &str) -> String {
     let separator = if path.contains('?') { '&' } else { '?' };
-    let (status, page) = server.get(&format!("{path}{separator}limit=1")).await;
-    assert_eq!(status, 200, "{path}: {page}");
+    let page = server.get_ok(&format!("{path}{separator}limit=1")).await;
     page["next_cursor"].as_str().unwrap_or_else(|| panic!("{path}: {page}")).to_owned()
 }
 
@@ -44,15 +43,13 @@ async fn create_job(server: &TestServer, agent: &mut Agent) -> String {
 
 #[tokio::test]
 async fn a_cursor_of_another_job_list_or_order_is_refused() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let (mine, other) = (create_job(&server, &mut agent).await, create_job(&server, &mut agent).await);
     let lists = ["logs", "events", "history", "attempts", "checkpoints"];
     for list in lists {
         let path = |job: &str| format!("/jobs/{job}/{list}");
         let cursor = first_cursor(&server, &path(&mine)).await;
-        let (status, page) = server.get(&format!("{}?cursor={cursor}", path(&mine))).await;
-        assert_eq!(status, 200, "{page}");
+        server.get_ok(&format!("{}?cursor={cursor}", path(&mine))).await;
         assert_refused(&server, &path(&other), &cursor, &format!("of the {list} of another job")).await;
         for another in lists.iter().filter(|another| **another != list) {
             assert_refused(&server, &format!("/jobs/{mine}/{another}"), &cursor, "of another list").await;
@@ -71,8 +68,7 @@ async fn a_cursor_of_another_job_list_or_order_is_refused() {
 
 #[tokio::test]
 async fn cursors_are_valid_only_for_their_own_list() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     for name in ["a", "b"] {
         let id = server.submit(|spec| spec["name"] = json!(name)).await.id;
         assert_eq!(server.patch(&format!("/jobs/{id}"), &json!({"notes": "x"})).await.0, 200);
@@ -106,8 +102,7 @@ async fn cursors_are_valid_only_for_their_own_list() {
 
 #[tokio::test]
 async fn a_cursor_of_another_dataset_s_pictures_is_refused() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     agent.register_as(&server, "others", dataset_info()).await;
     let answering = tokio::spawn(answer_samples(agent));
     let cursor = first_cursor(&server, "/datasets/pictures/samples").await;

@@ -117,10 +117,10 @@ async fn a_backup_of_a_running_server_is_restored_into_either_database() {
             let mut agent = Agent::connect(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
             assert!(agent.welcome.1.is_empty() && agent.welcome.0[0].records == 3, "{:?}", agent.welcome);
             agent.report(&attempt, Source::Rank(0), 3, vec![losses(0, 71..=80)]).await;
-            assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
+            server.order(&id, "cancel").await;
             agent.expect_stop().await;
             agent.end(&attempt, Ending::Stopped).await;
-            assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
+            server.order(&id, "retry").await;
             let next = agent.expect_start().await;
             assert!(next.attempt.fencing_token > attempt.fencing_token, "{next:?}");
             assert_eq!(next.resume.as_deref(), Some("1-50"));

@@ -1,7 +1,7 @@
 //! The routes by which an agent copies the dataset of its attempt: content, rights and limits.
 
 use crate::{
-    agent::{Agent, dataset_info, hello, running},
+    agent::{Agent, dataset_info, hello, running, server_with_agent},
     test_server::{TestServer, client},
 };
 use lockstep_protocol::{
@@ -238,8 +238,7 @@ async fn the_log_names_a_copying_machine_after_a_restart_of_the_server() {
 
 #[tokio::test]
 async fn an_agent_that_ended_before_starting_ranks_costs_no_restart() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
     let reason = Reason::from(ReasonKind::AgentRestarted { agent: "a".into() });
     for number in 1..=5 {

@@ -77,13 +77,13 @@ async fn weights_must_be_below_the_roots_and_refusals_reveal_nothing() {
     let [root, outside] = folders_with_weights(dir.path());
     let server = TestServer::with(|c| c.dataset_roots = vec![root.clone(), "/some".into()]).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let (_, member) = server.make_token(&json!({"name": "member", "scope": "submit"})).await;
+    let member = server.submitter("member").await;
     let data = server.dir.path().to_owned();
     std::fs::write(data.join("jobs/weights.safetensors"), "weights").unwrap();
     let submit_with_weights = async |path: &std::path::Path| {
         let mut spec = spec();
-        spec["model"]["pretrained"] = json!(path);
-        let request = client(&member).post(server.url("/api/v1/jobs")).json(&spec);
+        spec["model"] = json!({"arch": "resnet18", "pretrained": path});
+        let request = member.post(server.url("/api/v1/jobs")).json(&spec);
         server.send(request).await
     };
     let refusal_detail = async |path: &std::path::Path| {
@@ -130,7 +130,7 @@ async fn weights_replaced_by_a_link_while_the_job_waited_are_refused() {
     let private = server.dir.path().join("jobs/weights.safetensors");
     std::fs::write(&private, "weights").unwrap();
     let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let (_, member) = server.make_token(&json!({"name": "member", "scope": "submit"})).await;
+    let member = server.submitter("member").await;
     let weights = root.join("weights.safetensors");
     let mut spec = spec();
     spec["model"]["pretrained"] = json!(weights);
@@ -139,7 +139,7 @@ async fn weights_replaced_by_a_link_while_the_job_waited_are_refused() {
     {
         server.submit(|_| {}).await;
         let running = agent.expect_start().await;
-        let submit = server.send(client(&member).post(server.url("/api/v1/jobs")).json(&spec));
+        let submit = server.send(member.post(server.url("/api/v1/jobs")).json(&spec));
         let fit = AgentReply::Weights { mistake: None };
         let ((status, job), request) = tokio::join!(submit, agent.answer_fit_weights(fit));
         assert_eq!(status, 201, "{job}");
@@ -158,7 +158,7 @@ async fn weights_replaced_by_a_link_while_the_job_waited_are_refused() {
         // The agent gets the roots with the start, and checks the path on its machine.
         std::fs::remove_file(&weights).unwrap();
         std::fs::write(&weights, "weights").unwrap();
-        assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
+        server.order(id, "retry").await;
         let start = agent.expect_start().await;
         assert_eq!(start.files.weights_in, Some(allowed.clone()));
         assert_eq!(start.files.dataset_in.unwrap().below, allowed.below);
@@ -214,8 +214,7 @@ async fn without_a_root_members_cannot_register_datasets_on_loopback() {
     let dir = tempfile::tempdir().unwrap();
     symlink(dir.path().join("missing"), dir.path().join("dangling")).unwrap();
     let server = TestServer::new().await;
-    let (_, member) = server.make_token(&json!({"name": "member", "scope": "submit"})).await;
-    let member = client(&member);
+    let member = server.submitter("member").await;
     let mut responses = Vec::new();
     for name in ["", "missing", "dangling"] {
         let path = dir.path().join(name);

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, dataset_info},
-    test_server::{TestServer, assert_refused, client},
+    test_server::{TestServer, assert_refused},
 };
 use lockstep_protocol::agent::{AgentReply, AgentRequest};
 use serde_json::json;
@@ -27,8 +27,7 @@ async fn an_uploaded_zip_file_becomes_a_dataset_and_is_removed_with_it() {
     // Members may register only folders below this root.
     let server = TestServer::with(|c| c.dataset_roots = vec!["/some".into()]).await;
     let mut agent = Agent::join(&server, 1).await;
-    let (_, secret) = server.make_token(&json!({"name": "mona", "scope": "submit"})).await;
-    let mona = client(&secret);
+    let mona = server.submitter("mona").await;
     let upload_piece = async |name: &str, offset: usize, bytes: &[u8]| {
         let url = server.url(&format!("/api/v1/datasets/uploads/{name}/archive?offset={offset}"));
         server.send(mona.put(url).body(bytes.to_vec())).await

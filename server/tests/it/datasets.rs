@@ -1,7 +1,7 @@
 //! Datasets: removal, repeated inspection, names.
 
 use crate::{
-    agent::{Agent, dataset_info, running, start_job},
+    agent::{Agent, dataset_info, running, server_with_agent, start_job},
     test_server::{TestServer, assert_mistake, assert_refused, spec},
 };
 use lockstep_protocol::{
@@ -12,8 +12,7 @@ use serde_json::{Value, json};
 
 #[tokio::test]
 async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let first = server.submit(|s| s["name"] = json!("first")).await.id.to_string();
     let second = server.submit(|s| s["name"] = json!("second")).await.id.to_string();
     let first_attempt = agent.expect_start().await.attempt;
@@ -88,8 +87,7 @@ async fn a_dataset_can_be_inspected_again_while_a_job_trains_on_it() {
 
 #[tokio::test]
 async fn of_a_concurrent_submission_and_removal_exactly_one_succeeds() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     for round in 0..40 {
         let spec = spec();
         let submit = server.post("/jobs", &spec);
@@ -120,8 +118,7 @@ async fn of_a_concurrent_submission_and_removal_exactly_one_succeeds() {
 
 #[tokio::test]
 async fn invalid_names_and_paths_are_refused_with_the_rules() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 1).await;
+    let (server, mut agent) = server_with_agent(1).await;
     for (name, problem, example) in [
         (String::new(), "is empty: ", ""),
         ("my pictures".into(), "has a space: ", "; for example `my-pictures`"),

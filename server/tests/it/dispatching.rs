@@ -1,12 +1,15 @@
 //! Dispatch: slots, order of the queue, leases, restarts.
 
 use crate::{
-    agent::{Agent, hello, hello_gpus, line, losses, running, start_job, wait_until_offline},
+    agent::{
+        Agent, checkpoint, hello, hello_gpus, line, losses, running, server_with_agent, start_job,
+        wait_until_offline,
+    },
     gangs::register_dataset,
     test_server::{TestServer, assert_mistake, spec, wait_until},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent},
+    agent::{Ending, FromAgent, Source, ToAgent},
     job::JobState,
 };
 use serde_json::{Value, json};
@@ -18,13 +21,11 @@ fn failed(reason: &str, retriable: bool) -> Ending {
 
 #[tokio::test]
 async fn a_failed_job_restarts_from_its_newest_checkpoint_up_to_max_restarts() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
     let first = agent.expect_start().await;
     assert_eq!(first.resume, None);
-    let checkpoint = CheckpointInfo { epoch: 1, step: 50, size_bytes: 1, ..CheckpointInfo::default() };
-    let events = vec![running(100, 0), losses(0, 1..=60), AttemptEvent::Checkpoint(checkpoint)];
+    let events = vec![running(100, 0), losses(0, 1..=60), checkpoint(50)];
     agent.report(&first.attempt, Source::Rank(0), 0, events).await;
     agent.end(&first.attempt, failed("rank 1 was killed by signal 9 at step 60", true)).await;
 
@@ -40,7 +41,7 @@ async fn a_failed_job_restarts_from_its_newest_checkpoint_up_to_max_restarts() {
     assert_eq!(job.state, JobState::Failed);
     assert!(job.reason.unwrap().contains("restarted once, as often as recovery.max_restarts allows"));
     // A retry resets the number of restarts.
-    assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
+    server.order(&id, "retry").await;
     let third = agent.expect_start().await;
     assert_eq!(third.resume.as_deref(), Some("1-50"));
     agent.end(&third.attempt, failed("rank 1 was killed by signal 9", true)).await;
@@ -116,8 +117,7 @@ async fn after_a_server_restart_agents_have_one_lease_to_return() {
 
 #[tokio::test]
 async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let one_rank = |s: &mut Value| s["parallel"]["ranks"] = json!(1);
     let ids = [server.submit(one_rank).await.id, server.submit(one_rank).await.id];
     let (first, second) = (agent.expect_start().await.attempt, agent.expect_start().await.attempt);
@@ -142,8 +142,7 @@ async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
 
 #[tokio::test]
 async fn the_queue_is_ordered_by_priority_and_age_and_large_jobs_are_not_overtaken() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let ranks = |n: u32, priority: i32| {
         move |s: &mut Value| {
             s["parallel"]["ranks"] = json!(n);
@@ -180,7 +179,7 @@ async fn without_an_agent_a_job_waits_with_a_reason() {
     register_dataset(&server).await;
     let id = server.submit(|_| {}).await.id.to_string();
     server.wait_for_reason(&id, "lockstep agent").await;
-    assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
+    server.order(&id, "cancel").await;
     let (status, body) = server.post("/datasets", &json!({"name": "more", "path": "/x"})).await;
     assert_eq!(status, 503, "{body}");
     server.stop().await;
@@ -302,9 +301,7 @@ async fn a_lost_machine_counts_as_a_restart_only_without_progress() {
         assert_eq!(u64::from(start.attempt.attempt), number);
         let mut events =
             vec![running(1000, (number - 1) * 10), losses(0, (number - 1) * 10 + 1..=number * 10)];
-        let step = number * 10;
-        let info = CheckpointInfo { epoch: 1, step, size_bytes: 1, ..CheckpointInfo::default() };
-        events.extend(has_checkpoint.then_some(AttemptEvent::Checkpoint(info)));
+        events.extend(has_checkpoint.then(|| checkpoint(number * 10)));
         agent.report(&start.attempt, Source::Rank(0), 0, events).await;
         agent.disconnect();
         wait_until(&format!("attempt {number} is lost"), async || {

@@ -1,9 +1,8 @@
 //! Uploads of checkpoints of earlier attempts, by an agent that has a later attempt of the job.
 
 use crate::{
-    agent::{Agent, checkpoint, hello, running},
+    agent::{Agent, checkpoint, hello, running, server_with_agent},
     gangs::rank_killed,
-    test_server::TestServer,
     uploads::{AttemptApi, manifest},
 };
 use lockstep_protocol::agent::{AttemptRef, Ending, FencingToken, Source};
@@ -12,8 +11,7 @@ use serde_json::{Value, json};
 #[tokio::test]
 async fn a_stop_before_the_dataset_was_copied_does_not_lose_the_last_checkpoint() {
     for action in ["pause", "cancel"] {
-        let server = TestServer::new().await;
-        let mut agent = Agent::join_with_dataset(&server, 2).await;
+        let (server, mut agent) = server_with_agent(2).await;
         let token = server.agent_token("a").await;
         let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
         let start = agent.expect_start().await;
@@ -55,8 +53,7 @@ async fn a_stop_before_the_dataset_was_copied_does_not_lose_the_last_checkpoint(
 
 #[tokio::test]
 async fn agents_upload_checkpoints_of_earlier_attempts_after_rank_0_moved() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let token = server.agent_token("a").await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
     let start = agent.expect_start().await;

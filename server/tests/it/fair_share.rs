@@ -2,8 +2,8 @@
 //! between projects.
 
 use crate::{
-    agent::Agent,
-    test_server::{TestServer, client, spec, wait_until},
+    agent::{Agent, server_with_agent},
+    test_server::{TestServer, spec, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptRef, Ending},
@@ -40,8 +40,7 @@ async fn fair_share_alternates_owners_and_without_it_the_oldest_job_is_first() {
         let mut agent = Agent::join_with_dataset(&server, 2).await;
         let mut clients = Vec::new();
         for name in ["nightly", "weekly"] {
-            let (_, token) = server.make_token(&json!({"name": name, "scope": "submit"})).await;
-            clients.push(client(&token));
+            clients.push(server.submitter(name).await);
         }
         let submit_as = async |owner: usize| {
             let mut spec = spec();
@@ -64,8 +63,7 @@ async fn fair_share_alternates_owners_and_without_it_the_oldest_job_is_first() {
 
 #[tokio::test]
 async fn a_job_behind_more_than_a_thousand_others_is_considered() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let mut large = spec();
     large["parallel"]["ranks"] = json!(4);
     // Without `launched=true`, the server would refuse a job that has more ranks than any machine has slots.

@@ -1,7 +1,7 @@
 //! The server refuses datasets and settings that do not fit a checkpoint, before any rank starts.
 
 use crate::{
-    agent::{Agent, checkpoint, dataset_info, running, start_job},
+    agent::{Agent, checkpoint, dataset_info, running, server_with_agent, start_job},
     test_server::{TestServer, assert_mistake, assert_refused},
 };
 use lockstep_protocol::{
@@ -54,8 +54,7 @@ async fn failed_job(server: &TestServer, agent: &mut Agent, change: impl FnOnce(
 
 #[tokio::test]
 async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let id = failed_job(&server, &mut agent, |_| {}).await;
     let with_classes = |classes: &[&str]| DatasetInfo { classes: strings(classes), ..dataset_info() };
     agent.register_as(&server, "more", with_classes(&["cat", "dog", "fox"])).await;
@@ -120,8 +119,7 @@ async fn a_fork_that_does_not_fit_its_checkpoint_is_refused_at_submission() {
 
 #[tokio::test]
 async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let id = failed_job(&server, &mut agent, |_| {}).await;
     let splits = |names: &[&str]| {
         let split = |name: &&str| SplitInfo { name: (*name).into(), samples: 9, per_class: vec![4, 5] };
@@ -163,8 +161,7 @@ async fn evaluating_on_an_unsuitable_dataset_is_refused_with_a_reason() {
 
 #[tokio::test]
 async fn a_fork_on_another_dataset_uses_its_split_unless_validation_is_set() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     for (name, splits) in
         [("val", &["train", "val"][..]), ("test", &["train", "test"]), ("both", &["train", "test", "val"])]
     {
@@ -204,8 +201,7 @@ async fn a_fork_on_another_dataset_uses_its_split_unless_validation_is_set() {
 
 #[tokio::test]
 async fn a_fork_inherits_tags_unless_it_sets_tags_or_would_publish_private_tags() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     for private in [false, true] {
         let (id, attempt) = start_job_with_checkpoint(&server, &mut agent, |spec| {
             spec["tags"] = json!(["sweep", "seed-1"]);
@@ -234,8 +230,7 @@ async fn a_fork_inherits_tags_unless_it_sets_tags_or_would_publish_private_tags(
 
 #[tokio::test]
 async fn an_image_size_that_changes_the_network_is_refused_with_advice() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let change = |spec: &mut Value| spec["model"]["arch"] = json!("resnet18");
     let (id, _) = start_job_with_checkpoint(&server, &mut agent, change).await;
     let path = format!("/jobs/{id}/fork");
@@ -251,8 +246,7 @@ async fn an_image_size_that_changes_the_network_is_refused_with_advice() {
 
 #[tokio::test]
 async fn a_retry_on_a_changed_dataset_is_refused_until_it_fits() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let id = failed_job(&server, &mut agent, |_| {}).await;
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
     let changed = DatasetInfo { classes: strings(&["cat", "fox"]), ..dataset_info() };
@@ -261,7 +255,7 @@ async fn a_retry_on_a_changed_dataset_is_refused_until_it_fits() {
     assert_eq!(server.job(&id).await.state, JobState::Failed);
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
     agent.register_as(&server, "pictures", dataset_info()).await;
-    assert_eq!(server.post(&format!("/jobs/{id}/retry"), &json!({})).await.0, 202);
+    server.order(&id, "retry").await;
     assert!(matches!(agent.next().await, Some(ToAgent::Start(_))));
     server.stop().await;
 }
@@ -305,8 +299,7 @@ async fn a_non_finite_evaluation_is_never_best_and_keeps_the_stream_valid() {
 
 #[tokio::test]
 async fn a_fork_reports_its_learning_rate_and_overlap_with_training_pictures() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let job = server
         .submit(|spec| {
             spec["data"]["validation"] = json!(0.1);

@@ -76,7 +76,7 @@ pub fn lost_contact(rank: u32) -> Ending {
 pub const LONG_LEASE: Duration = Duration::from_secs(30);
 
 /// A server with long leases and frequent heartbeats, and two machines.
-async fn with_long_lease() -> (TestServer, Agent, Agent) {
+pub async fn with_long_lease() -> (TestServer, Agent, Agent) {
     let server = TestServer::with_lease(LONG_LEASE).await;
     let (a, b) = connect_machines(&server).await;
     (server, a, b)

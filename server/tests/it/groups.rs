@@ -1,7 +1,7 @@
 //! Groups of jobs: in both databases, with filters, for different readers, in every order, in pages.
 
 use crate::{
-    agent::Agent,
+    agent::server_with_agent,
     lists::submit_jobs,
     store::{dataset, on_both_databases},
     test_server::{TestServer, assert_refused},
@@ -136,8 +136,7 @@ async fn read_all(server: &TestServer, query: &str, limit: usize) -> Vec<Value> 
 
 #[tokio::test]
 async fn groups_are_listed_in_every_order_with_any_page_size() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, _agent) = server_with_agent(2).await;
     let specs =
         [("b", 0.1, "vision"), ("a", 0.4, ""), ("c", 0.2, "vision"), ("d", 10.0, "x"), ("e", 2.0, "x")];
     let ids = submit_jobs(&server, &specs).await;

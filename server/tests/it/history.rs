@@ -1,8 +1,8 @@
 //! The history and the speed of jobs.
 
 use crate::{
-    agent::{Agent, checkpoint, dataset_info, hello, losses, running},
-    test_server::{TestServer, client, spec, wait_until},
+    agent::{Agent, checkpoint, dataset_info, hello, losses, running, server_with_agent},
+    test_server::{TestServer, spec, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, Source},
@@ -14,9 +14,7 @@ use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 async fn read_history(server: &TestServer, id: &str) -> Value {
-    let (status, history) = server.get(&format!("/jobs/{id}/history")).await;
-    assert_eq!(status, 200, "{history}");
-    history
+    server.get_ok(&format!("/jobs/{id}/history")).await
 }
 
 /// Returns event and attempt of each entry. Checks that the times ascend.
@@ -31,8 +29,7 @@ fn summarize(history: &Value) -> Vec<String> {
 
 #[tokio::test]
 async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let id = server.submit(|s| s["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
     let first = agent.expect_start().await;
     agent
@@ -43,8 +40,7 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
 
     let second = agent.expect_start().await;
     agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 50), checkpoint(70)]).await;
-    let (_, secret) = server.make_token(&json!({"name": "eva", "scope": "submit"})).await;
-    let eva = client(&secret);
+    let eva = server.submitter("eva").await;
     let request = async |action: &str| {
         let response = eva.post(server.url(&format!("/api/v1/jobs/{id}/{action}"))).send().await.unwrap();
         assert_eq!(response.status().as_u16(), 202, "{}", response.text().await.unwrap());
@@ -127,7 +123,7 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
     // A job that is cancelled before it starts has its own history.
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     let cancelled_job = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
-    assert_eq!(server.post(&format!("/jobs/{cancelled_job}/cancel"), &Value::Null).await.0, 202);
+    server.order(&cancelled_job, "cancel").await;
     let cancelled = summarize(&read_history(&server, &cancelled_job).await);
     assert!(cancelled.first().is_some_and(|what| what == "submitted"), "{cancelled:?}");
     assert!(cancelled.iter().any(|what| what.starts_with("cancel")), "{cancelled:?}");
@@ -137,7 +133,7 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
     let job = eva.post(server.url("/api/v1/jobs")).json(&spec()).send().await.unwrap();
     let job: Value = job.json().await.unwrap();
     let her_job = job["id"].as_str().unwrap();
-    assert_eq!(server.post(&format!("/jobs/{her_job}/cancel"), &Value::Null).await.0, 202);
+    server.order(her_job, "cancel").await;
     let read_by_eva = eva.get(server.url(&format!("/api/v1/jobs/{her_job}/history"))).send().await.unwrap();
     let read_by_eva: Value = read_by_eva.json().await.unwrap();
     let callers: Vec<_> =
@@ -164,8 +160,7 @@ async fn wait_for_reason(server: &TestServer, id: &str, code: &str) -> Value {
 
 #[tokio::test]
 async fn a_waiting_job_shows_its_place_and_current_reason() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let first = server.submit(|_| {}).await.id.to_string();
     let start = agent.expect_start().await;
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
@@ -177,13 +172,13 @@ async fn a_waiting_job_shows_its_place_and_current_reason() {
     assert_eq!(read_history(&server, &first).await["queue"], Value::Null);
 
     // A resumed job keeps the reason of its last attempt, and its history has the current reason of the wait.
-    assert_eq!(server.post(&format!("/jobs/{first}/pause"), &Value::Null).await.0, 202);
+    server.order(&first, "pause").await;
     agent.expect_stop().await;
     agent.end(&start.attempt, Ending::Stopped).await;
     let next = agent.expect_start().await;
     assert_eq!(next.attempt.job.as_str(), urgent);
     agent.report(&next.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    assert_eq!(server.post(&format!("/jobs/{first}/resume"), &Value::Null).await.0, 202);
+    server.order(&first, "resume").await;
     let queue = reason(&first, "waiting_for_slots").await;
     assert_eq!(queue["place"], 1, "the resumed job is older");
     assert!(server.job(&first).await.reason.unwrap().contains("continues from step 10"));
@@ -195,8 +190,7 @@ async fn a_waiting_job_shows_its_place_and_current_reason() {
 
 #[tokio::test]
 async fn a_restart_of_the_server_causes_no_events_of_waiting_jobs() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     server.submit(|_| {}).await;
     let start = agent.expect_start().await;
     let waiting = server.submit(|_| {}).await.id.to_string();
@@ -226,8 +220,7 @@ async fn a_restart_of_the_server_causes_no_events_of_waiting_jobs() {
 
 #[tokio::test]
 async fn lineage_is_shown_at_parent_and_fork() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let parent = server.submit(|s| s["name"] = json!("origin")).await.id.to_string();
     let start = agent.expect_start().await;
     let folder = std::path::PathBuf::from(start.job_dir.clone().unwrap()).join("checkpoints/1-10");
@@ -282,8 +275,7 @@ fn step_ms(rank: u32, steps: std::ops::RangeInclusive<u64>, ms: f32) -> AttemptE
 
 #[tokio::test]
 async fn speed_counts_pictures_per_second_and_is_streamed() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     assert_eq!(dataset_info().splits[0].samples, 1000);
     // Steps of 2 x 16 pictures: each epoch has 31 complete steps and one step of 8 pictures.
     let job = server.submit(|s| {

@@ -142,14 +142,14 @@ async fn the_run_time_of_a_job_excludes_pauses() {
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     assert_eq!(server.job(&id).await.ran_secs, None, "the job still runs");
-    assert_eq!(server.post(&format!("/jobs/{id}/pause"), &json!({})).await.0, 202);
+    server.order(&id, "pause").await;
     assert!(agent.expect_stop().await);
     agent.end(&attempt, Ending::Stopped).await;
     let secs_before_pause = server.wait_for_state(&id, JobState::Paused).await.ran_secs.unwrap();
     // The run time must not include this pause.
     let pause = Duration::from_secs(2);
     tokio::time::sleep(pause).await;
-    assert_eq!(server.post(&format!("/jobs/{id}/resume"), &json!({})).await.0, 202);
+    server.order(&id, "resume").await;
     let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;

@@ -65,9 +65,7 @@ fn network(parameters: u64) -> AttemptEvent {
 }
 
 async fn read_histograms(server: &TestServer, id: &str, query: &str) -> Value {
-    let (status, body) = server.get(&format!("/jobs/{id}/histograms{query}")).await;
-    assert_eq!(status, 200, "{body}");
-    body
+    server.get_ok(&format!("/jobs/{id}/histograms{query}")).await
 }
 
 /// Returns step and attempt of each histogram of a layer.

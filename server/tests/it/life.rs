@@ -1,8 +1,8 @@
 //! Jobs from submission to deletion; pages and the form.
 
 use crate::{
-    agent::{Agent, best_checkpoint, checkpoint, line, losses, running, start_job},
-    test_server::{TestServer, client_without_redirects, wait_until},
+    agent::{best_checkpoint, checkpoint, line, losses, running, server_with_agent, start_job},
+    test_server::{client_without_redirects, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, Evaluation, RankReport, Source, ToAgent},
@@ -12,8 +12,7 @@ use serde_json::{Value, json};
 
 #[tokio::test]
 async fn a_job_succeeds_and_its_data_can_be_read_and_deleted() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let job = server.submit(|_| {}).await;
     let id = job.id.to_string();
     assert_eq!((job.state, job.attempt, job.ranks), (JobState::Queued, 0, 2));
@@ -123,8 +122,7 @@ async fn a_job_succeeds_and_its_data_can_be_read_and_deleted() {
 
 #[tokio::test]
 async fn cancel_ends_queued_jobs_at_once_and_running_jobs_after_their_ranks() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let running_job = server.submit(|_| {}).await.id.to_string();
     let queued = server.submit(|_| {}).await.id.to_string();
     let start = agent.expect_start().await;

@@ -1,9 +1,8 @@
 //! Columns and sort keys of the list that are not fields of jobs: metrics, tags, settings with several values, places in the queue.
 
 use crate::{
-    agent::{Agent, running},
+    agent::{running, server_with_agent},
     lists::read_names,
-    test_server::TestServer,
 };
 use lockstep_protocol::{
     JobState,
@@ -14,8 +13,7 @@ use serde_json::{Value, json};
 
 #[tokio::test]
 async fn jobs_are_sorted_by_tags_lists_and_metrics_and_show_requested_metrics() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     // The two ranks of the jobs a and b report different step times. Job c has no step time.
     for (name, tags, milestones, step_ms) in [
         ("a", json!(["x and more"]), json!([3]), Some([4.0, 8.0])),
@@ -71,8 +69,7 @@ async fn jobs_are_sorted_by_tags_lists_and_metrics_and_show_requested_metrics() 
 
 #[tokio::test]
 async fn a_waiting_job_in_a_list_shows_its_place_and_reason() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let submit = async |name: &str, ranks: u32| {
         server
             .submit(|spec| {

@@ -1,7 +1,7 @@
 //! Lists: pages, orders, filters, fields; projects and tags; entity tags.
 
 use crate::{
-    agent::{Agent, losses, running},
+    agent::{Agent, losses, running, server_with_agent},
     test_server::{TestServer, assert_refused, spec},
 };
 use lockstep_protocol::agent::{Ending, Source};
@@ -41,8 +41,7 @@ pub async fn read_names(server: &TestServer, query: &str, limit: usize) -> Vec<S
 
 #[tokio::test]
 async fn jobs_are_listed_in_every_order_with_any_page_size() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, _agent) = server_with_agent(2).await;
     let specs = [("b", 0.1, "vision"), ("a", 0.4, ""), ("c", 0.1, "vision"), ("d", 0.2, "x")];
     submit_jobs(&server, &specs).await;
     for limit in 1..=5 {
@@ -95,8 +94,7 @@ async fn jobs_are_listed_in_every_order_with_any_page_size() {
 
 #[tokio::test]
 async fn a_list_stays_complete_if_jobs_change_between_pages() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let mut ids = Vec::new();
     for name in ["a", "b", "c"] {
         let (id, attempt) = agent.start_job(&server, |spec| spec["name"] = json!(name)).await;
@@ -139,8 +137,7 @@ async fn a_list_stays_complete_if_jobs_change_between_pages() {
 
 #[tokio::test]
 async fn unknown_fields_of_lists_are_refused_by_name() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, _agent) = server_with_agent(2).await;
     submit_jobs(&server, &[("a", 0.1, ""), ("b", 0.1, "")]).await;
     for (path, message) in [
         ("/jobs?sort=nam".to_owned(), "did you mean \"name\"?"),
@@ -172,14 +169,11 @@ async fn unknown_fields_of_lists_are_refused_by_name() {
 
 #[tokio::test]
 async fn every_list_has_pages_fields_and_a_count() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, _agent) = server_with_agent(2).await;
     let ids = submit_jobs(&server, &[("a", 0.1, "vision"), ("b", 0.1, "")]).await;
     for name in ["one", "two"] {
         server.make_token(&json!({"name": name, "scope": "read"})).await;
-        let person = json!({"name": name, "role": "viewer", "password": "correct horse"});
-        let (status, body) = server.post("/people", &person).await;
-        assert_eq!(status, 201, "{body}");
+        server.add_person(name, "viewer").await;
     }
     let mut webhooks = Vec::new();
     for name in ["one", "two"] {
@@ -206,8 +200,7 @@ async fn every_list_has_pages_fields_and_a_count() {
         (&events, "events", "seq,type", 0),
     ] {
         let count = if min_total > 0 { "&count=true" } else { "" };
-        let (status, page) = server.get(&format!("{path}?fields={fields}&limit=1{count}")).await;
-        assert_eq!(status, 200, "{path}: {page}");
+        let page = server.get_ok(&format!("{path}?fields={fields}&limit=1{count}")).await;
         let items = page[list].as_array().unwrap_or_else(|| panic!("{path}: {page}"));
         let names: Vec<_> = items[0].as_object().unwrap().keys().map(String::as_str).collect();
         assert_eq!((items.len(), names), (1, fields.split(',').collect()), "{path}");
@@ -215,8 +208,7 @@ async fn every_list_has_pages_fields_and_a_count() {
         // Every field of an element can be requested.
         let (_, complete) = server.get(&format!("{path}?limit=1")).await;
         let all_fields: Vec<_> = complete[list][0].as_object().unwrap().keys().map(String::as_str).collect();
-        let (status, same) = server.get(&format!("{path}?limit=1&fields={}", all_fields.join(","))).await;
-        assert_eq!(status, 200, "{path}: {same}");
+        let same = server.get_ok(&format!("{path}?limit=1&fields={}", all_fields.join(","))).await;
         let returned: Vec<_> = same[list][0].as_object().unwrap().keys().map(String::as_str).collect();
         assert_eq!(returned, all_fields, "{path}");
         if min_total > 0 {
@@ -235,8 +227,7 @@ async fn every_list_has_pages_fields_and_a_count() {
 
 #[tokio::test]
 async fn projects_tags_and_notes_are_submitted_with_a_job_and_can_be_changed() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, _agent) = server_with_agent(2).await;
     submit_jobs(&server, &[("a", 0.1, "")]).await;
     let labelled = server
         .submit(|spec| {
@@ -311,8 +302,7 @@ async fn projects_tags_and_notes_are_submitted_with_a_job_and_can_be_changed() {
 
 #[tokio::test]
 async fn unchanged_responses_are_not_sent_again() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, _agent) = server_with_agent(2).await;
     let ids = submit_jobs(&server, &[("a", 0.1, "")]).await;
     let job = format!("/jobs/{}", ids[0]);
     // A cancelled job changes only by requests.
@@ -336,8 +326,7 @@ async fn unchanged_responses_are_not_sent_again() {
 
 #[tokio::test]
 async fn a_search_reads_names_tags_and_notes_up_to_200_characters() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, _agent) = server_with_agent(2).await;
     submit_jobs(&server, &[("plain", 0.1, "")]).await;
     let labelled = server.submit(|spec| {
         spec["name"] = json!("labelled");

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, running},
-    gangs::{LONG_LEASE, assert_before_lease, connect_machines, hello_at, report_lost_contact, start_gang},
+    gangs::{LONG_LEASE, assert_before_lease, hello_at, report_lost_contact, start_gang, with_long_lease},
     test_server::TestServer,
 };
 use lockstep_protocol::{
@@ -18,8 +18,7 @@ fn long_lease(config: &mut ServeConfig) {
 
 #[tokio::test]
 async fn unresponsive_machines_are_not_waited_for_after_a_server_restart() {
-    let server = TestServer::with(long_lease).await;
-    let (mut a, mut b) = connect_machines(&server).await;
+    let (server, mut a, mut b) = with_long_lease().await;
     let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     // A heartbeat, so that the server does not end the attempt before its restart.
@@ -51,8 +50,7 @@ async fn unresponsive_machines_are_not_waited_for_after_a_server_restart() {
 
 #[tokio::test]
 async fn a_machine_gets_work_again_after_reporting_the_end_of_old_ranks() {
-    let server = TestServer::with(long_lease).await;
-    let (mut a, mut b) = connect_machines(&server).await;
+    let (server, mut a, mut b) = with_long_lease().await;
     let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     b.disconnect();

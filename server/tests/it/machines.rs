@@ -192,7 +192,7 @@ async fn an_agent_of_one_job_leaves_the_list_when_it_ends_with_its_job() {
     wait_until("the agent is offline", async || read_agents_of_job().await == [(json!("own"), json!(false))])
         .await;
     let agent_of_job = Agent::connect(&server, hello).await.unwrap();
-    assert_eq!(server.post(&format!("/jobs/{job}/cancel"), &json!({})).await.0, 202);
+    server.order(job.as_str(), "cancel").await;
     server.wait_for_state(job.as_str(), lockstep_protocol::JobState::Cancelled).await;
     agent_of_job.disconnect();
     wait_until("the agent leaves the list", async || read_agents_of_job().await.is_empty()).await;

@@ -1,7 +1,7 @@
 //! Many machines and a long queue: every job runs once and in order, also across a restart of the server.
 
 use crate::{
-    agent::{Agent, running},
+    agent::{Agent, running, server_with_agent},
     gangs::hello_at,
     test_server::{TIMEOUT, TestServer},
 };
@@ -184,8 +184,7 @@ async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
 
 #[tokio::test]
 async fn dispatch_reads_waiting_jobs_from_the_database() {
-    let server = TestServer::new().await;
-    let agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, agent) = server_with_agent(2).await;
     agent.disconnect();
     wait_until("the agent is offline", async || {
         server.get("/agents").await.1["agents"][0]["online"] == false

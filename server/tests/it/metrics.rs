@@ -83,11 +83,7 @@ async fn a_long_run_s_metrics_are_correct_at_every_resolution() {
             *next_record = agent.report(&attempt, Source::Rank(rank), *next_record, batch).await;
         }
     }
-    let get = async |query: &str| {
-        let (status, response) = server.get(&format!("/jobs/{id}/metrics?name=loss&{query}")).await;
-        assert_eq!(status, 200, "{response}");
-        response
-    };
+    let get = async |query: &str| server.get_ok(&format!("/jobs/{id}/metrics?name=loss&{query}")).await;
     let queries = [
         ("points=100", 1, STEPS, 100),
         ("points=1000", 1, STEPS, 1000),

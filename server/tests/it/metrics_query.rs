@@ -1,16 +1,15 @@
 //! A metric of several jobs in one request.
 
 use crate::{
-    agent::{Agent, losses, running},
-    test_server::{TestServer, assert_refused},
+    agent::{losses, running, server_with_agent},
+    test_server::assert_refused,
 };
 use lockstep_protocol::agent::{Ending, Source};
 use serde_json::json;
 
 #[tokio::test]
 async fn one_request_returns_a_metric_of_several_jobs() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let mut ids = Vec::new();
     for steps in [3, 40] {
         let (id, attempt) = agent.start_job(&server, |_| {}).await;
@@ -20,8 +19,7 @@ async fn one_request_returns_a_metric_of_several_jobs() {
     }
     let query = |parameters: &str| format!("/metrics/query?jobs={}&{parameters}", ids.join(","));
     for points in [4, 500] {
-        let (status, response) = server.get(&query(&format!("name=loss&points={points}"))).await;
-        assert_eq!(status, 200, "{response}");
+        let response = server.get_ok(&query(&format!("name=loss&points={points}"))).await;
         for (id, mut of_query) in ids.iter().zip(response["jobs"].as_array().unwrap().iter().cloned()) {
             let (_, of_job) = server.get(&format!("/jobs/{id}/metrics?name=loss&points={points}")).await;
             assert_eq!(of_query.as_object_mut().unwrap().remove("job"), Some(json!(id)));

@@ -1,7 +1,7 @@
 //! Preemption: a job of higher priority gets the slots of running preemptible jobs, which write a checkpoint first.
 
 use crate::{
-    agent::{Agent, checkpoint, hello, losses, running},
+    agent::{Agent, checkpoint, hello, losses, running, server_with_agent},
     test_server::TestServer,
 };
 use lockstep_protocol::{
@@ -35,8 +35,7 @@ async fn expect_preemption(agent: &mut Agent) -> AttemptRef {
 
 #[tokio::test]
 async fn a_preempted_job_writes_a_checkpoint_and_continues_automatically() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let low = submit(&server, 2, 0, true).await;
     let first = agent.expect_start().await.attempt;
     agent.report(&first, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=7)]).await;
@@ -81,8 +80,7 @@ async fn a_preempted_job_writes_a_checkpoint_and_continues_automatically() {
 
 #[tokio::test]
 async fn only_preemptible_jobs_are_preempted_and_only_if_that_suffices() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 4).await;
+    let (server, mut agent) = server_with_agent(4).await;
     let mut attempts = Vec::new();
     for (priority, preemptible) in [(0, false), (2, true), (1, true), (1, true)] {
         submit(&server, 1, priority, preemptible).await;
@@ -99,8 +97,7 @@ async fn only_preemptible_jobs_are_preempted_and_only_if_that_suffices() {
 
 #[tokio::test]
 async fn a_job_paused_or_cancelled_during_preemption_ends_as_requested() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 3).await;
+    let (server, mut agent) = server_with_agent(3).await;
     let mut jobs = Vec::new();
     for _ in 0..3 {
         let job = submit(&server, 1, 0, true).await;
@@ -139,8 +136,7 @@ async fn a_job_paused_or_cancelled_during_preemption_ends_as_requested() {
 
 #[tokio::test]
 async fn a_restarted_server_keeps_freed_slots_for_the_preempting_job() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 1).await;
+    let (server, mut agent) = server_with_agent(1).await;
     let low = submit(&server, 1, 0, true).await;
     let attempt = agent.expect_start().await.attempt;
     let high = submit(&server, 1, 1, false).await;
@@ -165,8 +161,7 @@ async fn expect_wait_without_preemption(server: &TestServer, job: &Job) {
 
 #[tokio::test]
 async fn no_job_is_preempted_if_slots_of_ending_jobs_suffice() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     submit(&server, 1, 0, true).await;
     agent.expect_start().await;
     let equal = submit(&server, 1, 3, false).await;
@@ -221,8 +216,7 @@ async fn preemption_waits_for_ended_jobs_that_still_have_slots() {
 
 #[tokio::test]
 async fn a_lost_preemption_order_is_repeated() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 1).await;
+    let (server, mut agent) = server_with_agent(1).await;
     let low = submit(&server, 1, 0, true).await;
     let attempt = agent.expect_start().await.attempt;
     // Simulates a failure of the database right after it has stored the change.
@@ -244,8 +238,7 @@ async fn a_lost_preemption_order_is_repeated() {
 
 #[tokio::test]
 async fn jobs_with_unknown_states_are_not_preempted() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let low = submit(&server, 1, 0, true).await;
     let attempt = agent.expect_start().await.attempt;
     let unknown = submit(&server, 1, 0, true).await;
@@ -267,8 +260,7 @@ async fn jobs_with_unknown_states_are_not_preempted() {
 
 #[tokio::test]
 async fn a_private_preempting_job_is_not_named() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 1).await;
+    let (server, mut agent) = server_with_agent(1).await;
     let low = submit(&server, 1, 0, true).await;
     let attempt = agent.expect_start().await.attempt;
     let high = server
@@ -296,8 +288,7 @@ async fn a_private_preempting_job_is_not_named() {
 
 #[tokio::test]
 async fn no_job_is_preempted_for_a_job_that_cannot_start() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 1).await;
+    let (server, mut agent) = server_with_agent(1).await;
     let first = submit(&server, 1, 0, false).await;
     let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(8)]).await;

@@ -1,12 +1,11 @@
 //! Error responses: each has a code for programs.
 
-use crate::{agent::Agent, lists::submit_jobs, test_server::TestServer};
+use crate::{agent::server_with_agent, lists::submit_jobs};
 use serde_json::json;
 
 #[tokio::test]
 async fn problems_have_codes() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, _agent) = server_with_agent(2).await;
     let ids = submit_jobs(&server, &[("a", 0.1, "")]).await;
     let dataset = |name: &str| json!({"name": name, "path": "/x"});
     for ((status, problem), expected) in [

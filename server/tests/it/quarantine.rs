@@ -1,7 +1,7 @@
 //! Unreadable rows and records that cannot be stored do not affect other rows and records.
 
 use crate::{
-    agent::{Agent, checkpoint, line, losses, running, start_job},
+    agent::{checkpoint, line, losses, running, server_with_agent, start_job},
     test_server::{TestServer, assert_refused},
 };
 use lockstep_protocol::{
@@ -18,8 +18,7 @@ async fn set_column(server: &TestServer, table: &str, column: &str, value: &str,
 
 #[tokio::test]
 async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     // This job uses all slots, so that the other jobs wait.
     let (running_id, attempt) = agent.start_job(&server, |_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=3)]).await;
@@ -43,8 +42,7 @@ async fn jobs_of_other_versions_wait_and_do_not_affect_others() {
     }
 
     // The list contains all jobs, with their readable parts.
-    let (status, list) = server.get("/jobs").await;
-    assert_eq!(status, 200, "{list}");
+    let list = server.get_ok("/jobs").await;
     assert_eq!(list["jobs"].as_array().unwrap().len(), 5);
     let (_, response) = server.get(&format!("/jobs/{}", newer.id)).await;
     let flaw = response["unreadable"].as_str().unwrap();
@@ -149,8 +147,7 @@ async fn unreadable_records_are_skipped() {
         assert_eq!(server.execute(&format!("UPDATE events SET {column} = {damage} WHERE {first}")).await, 1);
     }
     for path in ["/datasets", "/agents", "/annotations", "/jobs"] {
-        let (status, response) = server.get(path).await;
-        assert_eq!(status, 200, "{path}: {response}");
+        server.get_ok(path).await;
     }
     assert_eq!(server.get("/datasets").await.1["datasets"].as_array().unwrap().len(), 1);
     let (status, response) = server.get(&format!("/jobs/{id}/metrics?name=loss")).await;
@@ -166,8 +163,7 @@ async fn unreadable_records_are_skipped() {
 
 #[tokio::test]
 async fn a_record_refused_by_the_database_delays_no_others() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let mut attempts = Vec::new();
     for _ in 0..2 {
         server.submit(|s| s["parallel"] = json!({"ranks": 1})).await;

@@ -1,7 +1,7 @@
 //! The list of the queue: order, reasons, reservations.
 
 use crate::{
-    agent::Agent,
+    agent::{Agent, server_with_agent},
     test_server::{TIMEOUT, TestServer},
 };
 use lockstep_protocol::{
@@ -29,8 +29,7 @@ async fn submit(server: &TestServer, name: &str, ranks: u32, change: Value) -> J
 async fn wait_for_queue(server: &TestServer, what: &str, is_expected: impl Fn(&Value) -> bool) -> Value {
     let deadline = Instant::now() + TIMEOUT;
     loop {
-        let (status, queue) = server.get("/queue").await;
-        assert_eq!(status, 200, "{queue}");
+        let queue = server.get_ok("/queue").await;
         if is_expected(&queue) {
             return queue;
         }
@@ -110,8 +109,7 @@ async fn slots_are_assigned_in_listed_order_and_jobs_have_reasons() {
 
 #[tokio::test]
 async fn the_queue_is_paged_and_refuses_unknown_parameters() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, _agent) = server_with_agent(2).await;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     let mut ids = Vec::new();
     for name in ["a", "b", "c", "d", "e"] {
@@ -162,8 +160,7 @@ async fn the_queue_is_paged_and_refuses_unknown_parameters() {
 
 #[tokio::test]
 async fn a_machine_is_reserved_for_a_large_job() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     submit(&server, "running", 1, json!({})).await;
     let running = agent.expect_start().await.attempt;
     let large = submit(&server, "the large", 2, json!({})).await;
@@ -219,8 +216,7 @@ async fn a_machine_is_reserved_for_a_large_job() {
 
 #[tokio::test]
 async fn preempted_jobs_keep_slots_while_writing_checkpoints() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let low = submit(&server, "low", 2, json!({"preemptible": true})).await;
     let attempt = agent.expect_start().await.attempt;
     let high = submit(&server, "high", 1, json!({"priority": 5})).await;

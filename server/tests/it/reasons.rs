@@ -1,7 +1,7 @@
 //! Why jobs and attempts ended, parents of forks, and idempotency keys of forks.
 
 use crate::{
-    agent::{Agent, checkpoint, hello, losses, running, start_job},
+    agent::{Agent, checkpoint, hello, losses, running, server_with_agent, start_job},
     test_server::{TestServer, assert_mistake},
 };
 use lockstep_protocol::{
@@ -24,8 +24,7 @@ fn create_checkpoint_folder(server: &TestServer, id: &str) {
 
 #[tokio::test]
 async fn attempts_record_why_they_ended_and_where_they_began() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let id = server.submit(|_| {}).await.id.to_string();
     let attempts = format!("/jobs/{id}/attempts");
 
@@ -53,15 +52,15 @@ async fn attempts_record_why_they_ended_and_where_they_began() {
     );
     // Then a pause, a cancellation and a success.
     agent.report(&second, Source::Rank(0), 0, vec![running(100, 40)]).await;
-    assert_eq!(server.post(&format!("/jobs/{id}/pause"), &Value::Null).await.0, 202);
+    server.order(&id, "pause").await;
     agent.next().await;
     agent.end(&second, Ending::Stopped).await;
-    assert_eq!(server.post(&format!("/jobs/{id}/resume"), &Value::Null).await.0, 202);
+    server.order(&id, "resume").await;
     let third = agent.expect_start().await.attempt;
-    assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
+    server.order(&id, "cancel").await;
     agent.next().await;
     agent.end(&third, Ending::Stopped).await;
-    assert_eq!(server.post(&format!("/jobs/{id}/retry"), &Value::Null).await.0, 202);
+    server.order(&id, "retry").await;
     let fourth = agent.expect_start().await.attempt;
     agent.report(&fourth, Source::Rank(0), 0, vec![running(100, 40)]).await;
     agent.end(&fourth, Ending::Succeeded { step: 100 }).await;
@@ -206,8 +205,7 @@ async fn a_fork_names_its_parent_even_after_deletion() {
 
 #[tokio::test]
 async fn idempotency_keys_belong_to_one_path() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let mut job_ids = Vec::new();
     for _ in 0..2 {
         let (id, attempt) = agent.start_job(&server, |_| {}).await;

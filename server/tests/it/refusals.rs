@@ -1,7 +1,7 @@
 //! Invalid requests: each error says what to change, and no change is made.
 
 use crate::{
-    agent::{Agent, dataset_info, start_job},
+    agent::{dataset_info, server_with_agent, start_job},
     test_server::{TestServer, assert_mistake, assert_refused, spec},
 };
 use lockstep_protocol::dataset::DatasetInfo;
@@ -9,8 +9,7 @@ use serde_json::{Value, json};
 
 #[tokio::test]
 async fn all_errors_of_a_specification_are_named_with_pointers() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, _agent) = server_with_agent(2).await;
     let cases: Vec<(&str, Value, &str)> = vec![
         ("/train", json!({"epoch": 3}), "epochs"),
         ("/train", json!({"lr": "fast"}), ""),
@@ -84,8 +83,7 @@ async fn all_errors_of_a_specification_are_named_with_pointers() {
 
 #[tokio::test]
 async fn a_repeated_request_creates_one_job() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, _agent) = server_with_agent(2).await;
     let send = |key_chars: usize, body: Value| {
         let request = server.http.post(server.url("/api/v1/jobs")).json(&body);
         server.send(request.header("idempotency-key", "k".repeat(key_chars)))
@@ -150,8 +148,7 @@ async fn malformed_requests_get_problem_responses() {
 
 #[tokio::test]
 async fn an_agent_inspects_a_dataset_before_registration() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     for (new, pointer) in [
         (json!({"name": "../up", "path": "/x"}), "/name"),
         (json!({"name": "ok", "path": "relative"}), "/path"),
@@ -182,8 +179,7 @@ async fn an_agent_inspects_a_dataset_before_registration() {
 
 #[tokio::test]
 async fn impossible_inspection_results_are_not_stored() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     for (info, message) in [
         (DatasetInfo { classes: Vec::new(), ..dataset_info() }, "no classes"),
         (DatasetInfo { channels: 4, ..dataset_info() }, "4 channels"),

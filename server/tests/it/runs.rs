@@ -252,8 +252,7 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
     ]);
     assert_eq!(server.log_records(&id, 1, &records).await, 4);
     let chart = async |query: &str| {
-        let (status, response) = server.get(&format!("/jobs/{id}/metrics?name={encoded}{query}")).await;
-        assert_eq!(status, 200, "{response}");
+        let response = server.get_ok(&format!("/jobs/{id}/metrics?name={encoded}{query}")).await;
         let series = &response["series"][0];
         (series["steps"].clone(), series["mean"].clone())
     };
@@ -328,7 +327,7 @@ async fn a_silent_run_fails_and_continues_with_its_next_message() {
     assert_eq!(server.log_records(&id, 1, &json!([step(1, json!({"loss": 1}))])).await, 1);
     assert_eq!(server.job(&id).await.state, JobState::Running);
     // A cancelled or ended run keeps its state, in spite of silence and late records.
-    assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &json!({})).await.0, 202);
+    server.order(&id, "cancel").await;
     assert_eq!(server.log_records(&id, 2, &json!([step(2, json!({"loss": 1}))])).await, 2);
     for change in [json!({}), json!({"state": "succeeded"})] {
         assert_eq!(server.patch(&path, &change).await.1["state"], "cancelled", "{change}");
@@ -406,8 +405,7 @@ async fn files_of_a_run_are_kept_until_it_is_deleted() {
     assert_eq!(put("path=a%20picture.png", "old").await.0, 200);
     assert_eq!(put("path=a%20picture.png", "newer").await.0, 200, "replaced");
     let list = async || -> Vec<(String, u64)> {
-        let (status, response) = server.get(&format!("/runs/{id}/files")).await;
-        assert_eq!(status, 200, "{response}");
+        let response = server.get_ok(&format!("/runs/{id}/files")).await;
         let files = response["files"].as_array().unwrap().iter();
         files.map(|f| (f["path"].as_str().unwrap().into(), f["size_bytes"].as_u64().unwrap())).collect()
     };

@@ -1,6 +1,6 @@
 //! Protection from other web pages, security headers, and completeness of the OpenAPI document.
 
-use crate::{agent::Agent, document::create_failed_job, test_server::TestServer};
+use crate::{agent::server_with_agent, document::create_failed_job, test_server::TestServer};
 use lockstep_server::openapi;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -10,8 +10,7 @@ use tokio_tungstenite::{connect_async, tungstenite};
 
 #[tokio::test]
 async fn only_pages_of_this_server_may_change_data_or_open_websockets() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 1).await;
+    let (server, _agent) = server_with_agent(1).await;
     let own_origin = format!("http://{}", server.address);
     let foreign_origins =
         ["http://evil.example", "null", "http://127.0.0.1:1", "https://localhost.evil.example", ""];
@@ -92,8 +91,7 @@ async fn requests_with_unknown_host_names_are_refused() {
 
 #[tokio::test]
 async fn every_response_has_security_headers() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let (job, checkpoint) = create_failed_job(&server, &mut agent, |_| {}).await;
     let pages =
         ["/jobs", "/api/v1/jobs", "/api/v1/nothing", "/nothing", "/static/styles/base.css", "/healthz"];
@@ -127,8 +125,7 @@ async fn every_response_has_security_headers() {
 #[tokio::test]
 async fn every_documented_call_has_a_route() {
     let server = TestServer::new().await;
-    let (status, served) = server.get("/openapi.json").await;
-    assert_eq!(status, 200);
+    let served = server.get_ok("/openapi.json").await;
     assert_eq!(served, openapi());
     for (path, item) in served["paths"].as_object().unwrap() {
         for method in item.as_object().unwrap().keys().filter(|m| *m != "parameters") {

@@ -1,7 +1,7 @@
 //! Responses to submissions: values that follow from defaults and from the dataset, and warnings.
 
 use crate::{
-    agent::{Agent, dataset_info},
+    agent::{dataset_info, server_with_agent},
     test_server::{TestServer, assert_mistake, spec},
 };
 use lockstep_protocol::{
@@ -17,8 +17,7 @@ fn with_splits(names: &[&str]) -> DatasetInfo {
 
 #[tokio::test]
 async fn batch_sizes_are_shown_with_defaults() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 4).await;
+    let (server, _agent) = server_with_agent(4).await;
     for (train, ranks, batch) in [
         (
             json!({}),
@@ -51,8 +50,7 @@ async fn batch_sizes_are_shown_with_defaults() {
 
 #[tokio::test]
 async fn jobs_use_the_available_validation_split_by_default() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let document_with = |validation: Option<Value>, recipe: Option<&str>| {
         let mut spec = spec();
         if let Some(validation) = validation {
@@ -118,8 +116,7 @@ async fn jobs_use_the_available_validation_split_by_default() {
 
 #[tokio::test]
 async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let with_broken_files = |n: usize| DatasetInfo {
         broken: (0..n).map(|i| BrokenFile { file: format!("{i}.jpg"), detail: "is empty".into() }).collect(),
         broken_count: n as u64,
@@ -219,8 +216,7 @@ async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() 
 
 #[tokio::test]
 async fn weights_that_do_not_fit_are_refused_at_submission() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let spec_with = |pretrained: &str| {
         let mut spec = spec();
         spec["model"]["pretrained"] = json!(pretrained);

@@ -165,6 +165,11 @@ impl TestServer {
         (token["id"].as_str().unwrap().to_owned(), token["secret"].as_str().unwrap().to_owned())
     }
 
+    /// A client with a new token that has the scope `submit`.
+    pub async fn submitter(&self, name: &str) -> reqwest::Client {
+        client(&self.make_token(&json!({"name": name, "scope": "submit"})).await.1)
+    }
+
     /// Creates a token for the agent with this name or id.
     pub async fn agent_token(&self, agent: &str) -> String {
         self.make_token(&json!({"name": agent, "scope": "agent", "agent": agent})).await.1
@@ -187,6 +192,13 @@ impl TestServer {
 
     pub async fn get(&self, path: &str) -> (u16, Value) {
         self.send(self.http.get(self.url(&format!("/api/v1{path}")))).await
+    }
+
+    /// As [`TestServer::get`], but the request must succeed.
+    pub async fn get_ok(&self, path: &str) -> Value {
+        let (status, body) = self.get(path).await;
+        assert_eq!(status, 200, "{path}: {body}");
+        body
     }
 
     pub async fn post(&self, path: &str, body: &Value) -> (u16, Value) {
@@ -220,8 +232,7 @@ impl TestServer {
     pub async fn read_pages(&self, path: &str) -> Vec<Value> {
         let (mut pages, mut cursor) = (Vec::new(), Some(String::new()));
         while let Some(after) = cursor {
-            let (status, page) = self.get(&format!("{path}{after}")).await;
-            assert_eq!(status, 200, "{path}{after}: {page}");
+            let page = self.get_ok(&format!("{path}{after}")).await;
             cursor = page["next_cursor"].as_str().map(|next| format!("&cursor={next}"));
             pages.push(page);
         }
@@ -243,9 +254,13 @@ impl TestServer {
     }
 
     pub async fn job(&self, id: &str) -> Job {
-        let (status, body) = self.get(&format!("/jobs/{id}")).await;
-        assert_eq!(status, 200, "{body}");
-        serde_json::from_value(body).unwrap()
+        serde_json::from_value(self.get_ok(&format!("/jobs/{id}")).await).unwrap()
+    }
+
+    /// Requests an action (`cancel`, `pause`, `resume` or `retry`) on a job. The server must accept the request.
+    pub async fn order(&self, id: &str, action: &str) {
+        let (status, body) = self.post(&format!("/jobs/{id}/{action}"), &Value::Null).await;
+        assert_eq!(status, 202, "{action}: {body}");
     }
 
     pub fn job_dir(&self, id: &str) -> PathBuf {

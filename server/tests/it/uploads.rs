@@ -1,7 +1,7 @@
 //! The routes by which an agent with its own disk uploads and downloads checkpoints: rights and checks.
 
 use crate::{
-    agent::{Agent, checkpoint, hello, running, start_job},
+    agent::{Agent, checkpoint, hello, running, server_with_agent, start_job},
     gangs::{connect_machines, hello_at, lost_contact, next_attempt, start_gang},
     test_server::{TIMEOUT, TestServer, assert_refused, client, wait_until},
 };
@@ -130,8 +130,7 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
 
 #[tokio::test]
 async fn only_the_agent_of_rank_0_uploads_only_reported_checkpoints() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let token = server.agent_token("a").await;
     let id = server.submit(|_| {}).await.id.to_string();
     let start = agent.expect_start().await;
@@ -234,8 +233,7 @@ async fn folders_of_attempts_that_the_database_lacks_are_kept() {
 
 #[tokio::test]
 async fn another_machine_continues_from_uploaded_checkpoints() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let token = server.agent_token("a").await;
     let id = server.submit(|_| {}).await.id.to_string();
     let start = agent.expect_start().await;

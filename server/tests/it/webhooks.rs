@@ -176,8 +176,7 @@ impl TestServer {
     async fn deliveries(&self, id: &str, are_expected: impl Fn(&[Value]) -> bool) -> Vec<Value> {
         let since = Instant::now();
         loop {
-            let (status, page) = self.get(&format!("/webhooks/{id}/deliveries")).await;
-            assert_eq!(status, 200, "{page}");
+            let page = self.get_ok(&format!("/webhooks/{id}/deliveries")).await;
             let deliveries = page["deliveries"].as_array().unwrap();
             if are_expected(deliveries) {
                 return deliveries.clone();
@@ -195,7 +194,7 @@ impl TestServer {
             spec["project"] = json!(if name == "other" { name } else { "default" });
         });
         let id = submitted.await.id.to_string();
-        assert_eq!(self.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
+        self.order(&id, "cancel").await;
         id
     }
 }
@@ -254,7 +253,7 @@ async fn each_state_change_is_sent_once_and_signed() {
         let (id, attempt) = agent.start_job(&server, |spec| spec["name"] = json!("shoes")).await;
         agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
         if is_cancelled {
-            assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
+            server.order(&id, "cancel").await;
             agent.expect_stop().await;
             agent.end(&attempt, Ending::Stopped).await;
         } else {

@@ -103,7 +103,7 @@ describe("a connection that dies silently", () => {
   };
   /** Opens a live page with a simulated clock behind the proxy. `page.pending`: requests without a complete response. */
   async function openPage(address) {
-    const page = await browser.page({ url: proxy.url }, "/docs", { expected: [/WebSocket/] });
+    const page = await browser.page({ url: proxy.url }, "/docs", { expectedErrors: [/WebSocket/] });
     await page.clock.install();
     page.pending = new Set();
     page.on("request", (request) => page.pending.add(request));

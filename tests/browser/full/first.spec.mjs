@@ -75,7 +75,7 @@ describe("a server with other pictures", () => {
     const { datasets } = await server.ask("/datasets");
     for (const { name } of datasets) await fetch(`${server.url}/api/v1/datasets/${name}`, { method: "DELETE", headers: server.headers });
     await server.ask("/datasets", { name: "pets", path: join(ROOT, "tests/data/parquet/hub") });
-    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
+    const page = await browser.page(server, "/jobs/new", { expectedErrors: [/422/] });
     const offer = page.getByRole("button", { name: "Use the bundled pictures" });
     assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "pets");
     assert.ok(!await offer.isVisible());
@@ -91,7 +91,7 @@ describe("a server with other pictures", () => {
 
 describe("errors", () => {
   test("of fields are removed when an invalid job file is entered", async () => {
-    const page = await browser.page(server, "/jobs/new", { expected: [/422|400/] });
+    const page = await browser.page(server, "/jobs/new", { expectedErrors: [/422|400/] });
     await page.getByLabel("Learning rate", { exact: true }).fill("-3");
     await page.getByLabel("Epochs", { exact: true }).focus();
     await until("the field shows an error", () => page.locator(".field.wrong").first().isVisible());
@@ -103,7 +103,7 @@ describe("errors", () => {
 
   test("of a fork name the keys", async () => {
     const { jobs: [job] } = await server.ask("/jobs");
-    const page = await browser.page(server, `/jobs/${job.id}`, { expected: [/422|400/] });
+    const page = await browser.page(server, `/jobs/${job.id}`, { expectedErrors: [/422|400/] });
     await page.locator("#fork").click();
     await page.getByLabel("Settings to change").fill("train.lr = -1\nparallel.ranks = 0");
     await page.locator("#fork-yes").click();

@@ -23,7 +23,7 @@ const end = (job) => agent.evaluate(async (id) => window.simulatedAgent.end(awai
 
 describe("a page that stays open", () => {
   test("has all log lines and checkpoints after missing more events than the stream sends again", async () => {
-    const EVENTS = 21_000, job = await startJob("far behind"), page = await browser.page(server, "/machines", { expected: [/WebSocket/] });
+    const EVENTS = 21_000, job = await startJob("far behind"), page = await browser.page(server, "/machines", { expectedErrors: [/WebSocket/] });
     // While `isCut` is set, the page's sockets cannot connect.
     await page.addInitScript(() => {
       const Real = window.WebSocket, sockets = [];

@@ -36,7 +36,7 @@ describe("a page of a crowded server fits, is readable and accessible:", () => {
   }
 
   test("a phone of 360 pixels", async () => {
-    const page = await browser.page(server, "/docs", { viewport: { width: 360, height: 740 }, expected: [/404|422/] });
+    const page = await browser.page(server, "/docs", { viewport: { width: 360, height: 740 }, expectedErrors: [/404|422/] });
     for (const [name, path, ready] of [...PAGES, ...MORE_PAGES]) {
       await page.goto(server.url + path(jobs));
       if (ready) await until(`${name} is complete`, () => ready(page));

@@ -74,7 +74,7 @@ describe("live regions", () => {
   });
 
   test("announce a failed action, whose message stays visible while steps arrive", async () => {
-    const page = await browser.page(server, "/docs", { expected: [/409/] }), what = page.locator("#banner-what"), detail = "It is being cancelled.";
+    const page = await browser.page(server, "/docs", { expectedErrors: [/409/] }), what = page.locator("#banner-what"), detail = "It is being cancelled.";
     await page.clock.install();
     await page.route("**/pause", (route) => route.fulfill({ status: 409, contentType: "application/problem+json", body: JSON.stringify({ title: "conflict", status: 409, detail }) }));
     await page.goto(`${server.url}/jobs/${job}`);

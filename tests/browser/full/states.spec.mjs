@@ -60,7 +60,7 @@ describe("the pages of a person", () => {
   test("fit: sign-in and account", async () => {
     await checkPage(browser, { url: authServer.url }, "/login?next=%2Fjobs", "login", { ready: (page) => page.locator("form").first().isVisible() });
     const prepare = async (page) => { await signIn(page.context(), authServer, "member"); };
-    await checkPage(browser, { url: authServer.url }, "/account", "account", { prepare, ready: async (page) => new URL(page.url()).pathname === "/account", options: { expected: [/401|404/] } });
+    await checkPage(browser, { url: authServer.url }, "/account", "account", { prepare, ready: async (page) => new URL(page.url()).pathname === "/account", options: { expectedErrors: [/401|404/] } });
   });
 });
 

@@ -241,7 +241,7 @@ describe("a panel's size", () => {
 
   test("is restored when the server refuses the change", async () => {
     await saveThreePanels();
-    const page = await open({ expected: [/503|Failed to load/] });
+    const page = await open({ expectedErrors: [/503|Failed to load/] });
     await page.route("**/panels", (route) => (route.request().method() === "PUT" ? route.fulfill({ status: 503, contentType: "application/problem+json", body: JSON.stringify({ detail: "the database is away" }) }) : route.continue()));
     await grip(page, "a").focus();
     await page.keyboard.press("ArrowRight");

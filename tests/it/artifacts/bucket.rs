@@ -1,6 +1,9 @@
 //! A real S3 server (moto, a Python package that `tests/run` installs), and a proxy before it that can stop or cut connections.
 
-use crate::server::{TIMEOUT, cryptography, free_port};
+use crate::{
+    exports::python,
+    server::{TIMEOUT, cryptography, free_port},
+};
 use std::{
     io::{Read, Write},
     net::{Shutdown, TcpListener, TcpStream},
@@ -23,20 +26,12 @@ pub(super) struct S3Server {
     _keeper: Child,
 }
 
-fn python() -> Command {
-    let packages = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/moto");
-    assert!(packages.join("moto").exists(), "these tests need moto in target/moto: tests/run installs it");
-    let mut command = Command::new("python3");
-    command.env("PYTHONPATH", packages).env("PYTHONDONTWRITEBYTECODE", "1");
-    command
-}
-
 impl S3Server {
     /// Starts a server. After the first `unchecked` requests, it accepts only keys that it has created (`None`: it always accepts any key).
     fn start(unchecked: Option<u32>) -> Self {
         let port = free_port();
         let log = std::env::temp_dir().join(format!("lockstep-moto-{port}.log"));
-        let with_packages = python();
+        let with_packages = python("moto");
         let mut command = Command::new("sh");
         for (name, value) in with_packages.get_envs() {
             command.env(name, value.unwrap_or_default());
@@ -74,7 +69,7 @@ impl S3Server {
             iam.put_user_policy(UserName='u', PolicyName='p', PolicyDocument='{\"Version\":\"2012-10-17\",\"Statement\":[{\"Effect\":\"Allow\",\"Action\":\"s3:*\",\"Resource\":\"*\"}]}')\n\
             key = iam.create_access_key(UserName='u')['AccessKey']\n\
             print(key['AccessKeyId'], key['SecretAccessKey'])";
-        let created = python().args(["-c", script, &server.url(), bucket]).output().expect("python3");
+        let created = python("moto").args(["-c", script, &server.url(), bucket]).output().expect("python3");
         let output = String::from_utf8_lossy(&created.stdout).into_owned();
         let (key, secret) = output
             .trim()
@@ -285,7 +280,7 @@ fn pass(mut from: &TcpStream, mut to: &TcpStream, is_connected: impl Fn() -> boo
 }
 
 /// Paths of all files below a directory.
-pub(super) fn files_below(directory: &Path) -> Vec<PathBuf> {
+pub(crate) fn files_below(directory: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
         match entry.path() {

@@ -3,7 +3,7 @@
 use super::{program, run_ok, terminate};
 use crate::{
     network::read_proc,
-    server::{TIMEOUT, free_port},
+    server::{Process, TIMEOUT, free_port},
 };
 use std::{
     fs,
@@ -126,7 +126,7 @@ impl Slurm {
         // Processes of this cluster have its configuration in their environment. slurmstepd hides its environment, and has the same name on all
         // nodes, so the parents of a node's processes are killed, too.
         let on_node: Vec<_> = pids.iter().copied().filter(|pid| self.is_on(*pid, node)).collect();
-        let parents: Vec<_> = on_node.iter().filter_map(|pid| parent(*pid)).collect();
+        let parents: Vec<_> = on_node.iter().filter_map(|pid| Process::parent_of(*pid)).collect();
         let is_step = |pid: &&i32| parents.contains(pid) && read_proc(**pid, "cmdline")[0].starts_with(&step);
         pids.iter().filter(is_step).chain(&on_node).for_each(|pid| kill(*pid));
     }
@@ -176,11 +176,6 @@ impl Slurm {
             std::thread::sleep(Duration::from_millis(100));
         }
     }
-}
-
-fn parent(pid: i32) -> Option<i32> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
 }
 
 fn kill(pid: i32) {

@@ -1,20 +1,15 @@
 //! The job files in `examples/`: all are valid, and the job for eight GPUs trains on eight CPU ranks with a smaller network. Jobs for CPU
-//! ranks train unchanged; `train/hybrid.rs` and `train/auto.rs` train the others.
+//! ranks train unchanged.
 
 use crate::{
     pictures::{Pictures, SIDE, idx_dataset},
-    server::training_permit,
+    server::{Finished, lockstep, training_permit},
     tensors,
 };
 use std::{
     fs,
     path::{Path, PathBuf},
-    process::{Command, Output},
 };
-
-fn lockstep(arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_lockstep")).args(arguments).output().expect("it starts")
-}
 
 fn examples() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("examples")
@@ -48,13 +43,7 @@ fn each_example_is_a_valid_job() {
     let files: Vec<_> = fs::read_dir(examples()).expect("examples/").flatten().map(|e| e.path()).collect();
     assert!(!files.is_empty());
     for file in files {
-        let reported = lockstep(&["validate", &file.display().to_string()]);
-        assert!(
-            reported.status.success(),
-            "{}: {}",
-            file.display(),
-            String::from_utf8_lossy(&reported.stderr)
-        );
+        Finished::of(lockstep().arg("validate").arg(file)).ok();
     }
 }
 
@@ -67,7 +56,7 @@ async fn the_job_for_eight_gpus_trains_on_eight_cpu_ranks() {
     let job = examples().join("cifar10-resnet50.toml").display().to_string();
     let out = folder.path().join("out");
     let dataset = format!("data.dataset={}", dataset.display());
-    let reported = lockstep(&[
+    let trained = Finished::of(lockstep().args([
         "train",
         &job,
         "--out",
@@ -82,9 +71,8 @@ async fn the_job_for_eight_gpus_trains_on_eight_cpu_ranks() {
         "train.epochs=2",
         "--set",
         "log.every_steps=1",
-    ]);
-    let printed = String::from_utf8_lossy(&reported.stdout);
-    assert!(reported.status.success(), "{printed}{}", String::from_utf8_lossy(&reported.stderr));
+    ]));
+    let printed = trained.ok();
     for text in ["8 ranks (CPU", "x batch 32 x accumulate 1 = 256 pictures per step"] {
         assert!(printed.contains(text), "{text}: {printed}");
     }
@@ -112,19 +100,22 @@ async fn the_examples_for_cpu_ranks_train() {
         let (job, out) = (examples().join(format!("{example}.toml")), folder.path().join(out));
         let (job, out) = (job.display().to_string(), out.display().to_string());
         let arguments = ["train", &job, "--out", &out, "--set", &dataset];
-        let reported = lockstep(&[&arguments[..], more].concat());
-        let printed = String::from_utf8_lossy(&reported.stdout).into_owned();
-        assert!(reported.status.success(), "{printed}{}", String::from_utf8_lossy(&reported.stderr));
-        printed
+        let mut command = lockstep();
+        command.args(arguments).args(more).env("LOCKSTEP_CACHE", folder.path().join("cache"));
+        Finished::of(&mut command).ok().to_owned()
     };
     for (example, words) in [
         ("matrix-product", "2 (data) x 1 (height) x 2 (model)"),
         ("rows", "2 (data) x 2 (height) x 1 (model)"),
         ("accumulate", "2 ranks (CPU, "),
+        ("hybrid-classes", "1 (data) x 1 (height) x 4 (model)"),
+        ("hybrid-channels", "2 (data) x 1 (height) x 2 (model)"),
+        ("pipeline", "2 (pipeline) x 2 (data) x 1 (height) x 1 (model)"),
+        ("auto", "plan: "),
         ("sharded", "4 of 4 ranks write a part of each checkpoint"),
     ] {
         let output = run(example, example, &["--set", "train.epochs=2"]);
-        for words in [words, "= 128 pictures per step", "validation accuracy is "] {
+        for words in [words, "(CPU, ", "= 128 pictures per step", "validation accuracy is "] {
             assert!(output.contains(words), "{example}: {words} in {output}");
         }
     }
@@ -135,7 +126,7 @@ async fn the_examples_for_cpu_ranks_train() {
     let tensors = |out: &str| {
         let path = folder.path().join(out).join("last.safetensors").display().to_string();
         let checkpoint = folder.path().join(out).join("checkpoints/2-4").display().to_string();
-        assert!(lockstep(&["export", &checkpoint, "-o", &path]).status.success(), "{checkpoint}");
+        Finished::of(lockstep().args(["export", &checkpoint, "-o", &path])).ok();
         tensors::tensors(&fs::read(path).expect("weights"))
     };
     assert!(tensors("continued") == tensors("sharded"), "the same tensors as without an interruption");

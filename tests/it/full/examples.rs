@@ -35,18 +35,7 @@ fn write_files(folder: &Path) {
     for (name, text) in pages::all().iter().flat_map(|page| pages::files(page)) {
         fs::write(folder.join(name), text).expect("a job file");
     }
-    let cifar = folder.join("datasets/cifar10");
-    fs::create_dir_all(&cifar).expect("a folder");
-    let names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"];
-    fs::write(cifar.join("batches.meta.txt"), names.join("\n")).expect("names");
-    let files = (1..=5).map(|i| format!("data_batch_{i}.bin")).chain(["test_batch.bin".into()]);
-    for (file, name) in files.enumerate() {
-        let record = |i: usize| {
-            std::iter::once((i % 10) as u8)
-                .chain((0..3072).map(move |p| ((p * 31 + i * 17 + file) % 251) as u8))
-        };
-        fs::write(cifar.join(name), (0..60).flat_map(record).collect::<Vec<_>>()).expect("a batch");
-    }
+    pictures::write_cifar10(&folder.join("datasets/cifar10"), 60);
     let home = folder.join("home");
     let images = pictures::image_folder(folder, 4);
     fs::create_dir_all(&home).expect("a folder");
@@ -61,7 +50,7 @@ fn write_files(folder: &Path) {
         .current_dir(&images)
         .status();
     assert!(zipped.expect("python3 runs").success());
-    let shoe = fs::read_dir(images.join("val/boot")).expect("pictures").flatten().next().expect("one").path();
+    let shoe = pictures::boot(&images);
     for name in ["shoe.png", "bag.jpg"] {
         image::open(&shoe).expect("a picture").save(folder.join(name)).expect("a picture");
     }

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use std::{fs, process::Command};
 
 /// A server whose only agent inspects datasets but accepts no jobs.
-pub(crate) async fn server() -> Server {
+async fn server() -> Server {
     let server = Server::start_training_with(Agents::Separate { cpu_slots: 1 }, 640, 64).await;
     let agents = server.get("/agents").await;
     let agent = agents["agents"][0]["id"].as_str().expect("an agent").to_owned();
@@ -25,8 +25,14 @@ pub(crate) async fn server() -> Server {
     server
 }
 
+/// Stops a cluster, whose files are in the server's folder, and then the server.
+async fn stop<C>(cluster: C, server: Server) {
+    drop(cluster);
+    server.stop().await;
+}
+
 /// Submits a job that only launched agents may run.
-pub(crate) async fn submit(server: &Server, spec: &Value) -> String {
+async fn submit(server: &Server, spec: &Value) -> String {
     server.create("/jobs?launched=true", spec).await
 }
 
@@ -62,7 +68,7 @@ fn job_file(server: &Server, name: &str, ranks: u32, train: &str) -> String {
 }
 
 /// `lockstep launch`, with the agents' folders in the test's folder.
-pub(crate) fn launch(server: &Server, args: &[&str], options: &[String]) -> Command {
+fn launch(server: &Server, args: &[&str], options: &[String]) -> Command {
     launch_program(server, LOCKSTEP, args, options)
 }
 
@@ -81,7 +87,7 @@ fn agents_of(server: &Server, id: &str) -> String {
     shown.ok().lines().find(|line| line.starts_with("on ")).unwrap_or_default().to_owned()
 }
 
-pub(crate) async fn valid_agent_tokens(server: &Server) -> usize {
+async fn valid_agent_tokens(server: &Server) -> usize {
     let tokens = server.get("/tokens?limit=200").await;
     let tokens = tokens["tokens"].as_array().expect("tokens");
     tokens

@@ -2,17 +2,16 @@
 //! Open MPI, OpenSSH's server, torchrun) and a simulated Kubernetes API server, networks in PyTorch, and jobs over several hosts, which are
 //! network namespaces of this machine. Quick tests use some of the helpers.
 
-mod examined;
+mod doctor_hosts;
 mod example_job;
 mod examples;
+mod external_launchers;
 mod first_loss;
 pub(crate) mod hosts;
-mod interfaces;
 mod launch;
-mod launch_gangs;
 mod launch_hosts;
-mod launchers;
 mod lost_hosts;
+mod network_interfaces;
 mod pytorch;
 mod sweep;
 mod throughput;

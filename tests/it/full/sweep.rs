@@ -11,8 +11,7 @@ async fn asha_finds_the_best_setting_of_a_grid_with_less_than_half_of_the_steps(
     let _permit = training_permit().await;
     // By default, tests slow steps after step 100. Here only steps that no trial reaches are slow.
     let environment = vec![("LOCKSTEP_FAULT".to_owned(), "step:slow@1000000".to_owned())];
-    let database = crate::postgres::wanted().then(crate::postgres::database);
-    let server = Server::start_on(Agents::Local { cpu_slots: 2 }, database, environment).await;
+    let server = Server::start_in(Agents::Local { cpu_slots: 2 }, environment).await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 320)).await;
     let file = |method: &str, rungs: &str| {
         format!(

@@ -25,6 +25,12 @@ impl Process {
     pub(crate) fn option(&self, name: &str) -> Option<&str> {
         self.args.iter().skip_while(|a| *a != name).nth(1).map(String::as_str)
     }
+
+    /// The parent of any process.
+    pub(crate) fn parent_of(pid: i32) -> Option<i32> {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+        status.lines().find_map(|line| line.strip_prefix("PPid:"))?.trim().parse().ok()
+    }
 }
 
 /// Sends a signal. A process that has already ended is no error.

@@ -90,6 +90,17 @@ impl Server {
         self.get(&format!("/jobs/{id}")).await
     }
 
+    /// Sends an order for a job (`cancel`, `pause` or `resume`), which the server must accept.
+    pub(crate) async fn order(&self, id: &str, order: &str) {
+        let response = self.request(Method::POST, &format!("/jobs/{id}/{order}"), None).await;
+        assert_eq!(response.status, StatusCode::ACCEPTED, "{}", response.text);
+    }
+
+    pub(crate) async fn attempts(&self, id: &str) -> Vec<Value> {
+        let response = self.get(&format!("/jobs/{id}/attempts")).await;
+        response["attempts"].as_array().expect("attempts").clone()
+    }
+
     /// Waits until `condition` holds and returns the job. Panics if the job ends before, or after [`JOB_TIMEOUT`].
     pub(crate) async fn wait_for_job(
         &self,

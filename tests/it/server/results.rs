@@ -80,6 +80,14 @@ impl Finished {
         &self.stdout
     }
 
+    /// Asserts exit status 0 and texts on standard output.
+    pub(crate) fn assert_prints(&self, words: &[&str]) {
+        let output = self.ok();
+        for word in words {
+            assert!(output.contains(word), "standard output lacks {word:?}:\n{output}");
+        }
+    }
+
     /// The standard output as JSON.
     pub(crate) fn json(&self) -> Value {
         serde_json::from_str(self.ok()).unwrap_or_else(|e| panic!("no JSON ({e}): {}", self.stdout))

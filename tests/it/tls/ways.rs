@@ -2,11 +2,11 @@
 
 use super::{
     nginx::Nginx,
-    serve::{Serve, client_config_for, listens},
+    serve::{Serve, ca, client_config_for, listens},
 };
 use crate::{
     pictures,
-    server::{Finished, Folder, TIMEOUT, free_port, lockstep, training_permit},
+    server::{Folder, TIMEOUT, free_port, lockstep, training_permit},
     specs,
 };
 use futures_util::StreamExt;
@@ -30,7 +30,7 @@ struct TlsServer {
 /// Creates a separate CA with a certificate for localhost, and returns the CA's certificate.
 fn issue(folder: &Path) -> PathBuf {
     for args in [&["init"][..], &["issue", "localhost"]] {
-        Finished::of(lockstep().arg("ca").args(args).current_dir(folder)).ok();
+        ca(folder, args).ok();
     }
     folder.join("lockstep-data/ca/ca.crt")
 }
@@ -88,8 +88,7 @@ async fn assert_works(server: TlsServer) {
     assert_eq!(submitted.status(), 201);
     let job: Value = submitted.json().await.expect("JSON");
     let id = job["id"].as_str().expect("an id");
-    let watched = cli(&["watch", id]);
-    assert!(watched.ok().contains("succeeded"), "{}", watched.stdout);
+    cli(&["watch", id]).assert_prints(&["succeeded"]);
     let listed = cli(&["list"]);
     let line = listed.ok().lines().find(|line| line.contains("far-away")).unwrap_or_default();
     assert!(line.contains("succeeded"), "{}", listed.stdout);

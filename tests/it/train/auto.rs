@@ -1,8 +1,8 @@
 //! Ranks that choose their plan (`parallel.mode = "auto"`).
 
 use super::{Bench, assert_success, layers::recorded};
-use crate::{pictures, server::training_permit, tensors::max_difference};
-use std::{fs, path::Path, process::Command};
+use crate::tensors::max_difference;
+use std::fs;
 
 #[tokio::test]
 async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
@@ -78,28 +78,4 @@ async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
     let refused = command.output().expect("it runs");
     let text = String::from_utf8_lossy(&refused.stderr);
     assert!(refused.status.code() == Some(2) && text.contains("fc cannot be split by \"groups\""), "{text}");
-}
-
-/// Only `tests/run full` runs this test of an example job file.
-mod full {
-    use super::*;
-
-    #[tokio::test]
-    async fn the_example_chooses_its_plan() {
-        let _permit = training_permit().await;
-        let folder = tempfile::tempdir().expect("a folder");
-        let dataset = format!("data.dataset={}", pictures::idx_dataset(folder.path(), 256, 64).display());
-        let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
-        command
-            .arg("train")
-            .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/auto.toml"))
-            .arg("--out")
-            .arg(folder.path().join("auto"))
-            .env("LOCKSTEP_CACHE", folder.path().join("cache"))
-            .args(["--set", &dataset, "--set", "train.epochs=1"]);
-        let output = assert_success(&command.output().expect("it runs"));
-        for words in ["plan: ", "= 128 pictures per step", "validation accuracy is "] {
-            assert!(output.contains(words), "{words}: {output}");
-        }
-    }
 }

@@ -4,9 +4,8 @@ use super::{
     Bench, assert_success,
     stops::{pid_of, signal, start_until_step},
 };
-use crate::{pictures, server::training_permit, tensors::max_difference};
+use crate::tensors::max_difference;
 use rustix::process::Signal;
-use std::{path::Path, process::Command};
 
 #[tokio::test]
 async fn ranks_that_share_a_network_match_one_rank() {
@@ -173,33 +172,4 @@ async fn stages_match_one_rank_and_continue_after_a_killed_rank() {
     }
     run("killed", &long, &["--resume", "latest"]);
     assert!(bench.model("killed", "2-26") == bench.model("undisturbed", "2-26"), "the same bytes");
-}
-
-/// Only `tests/run full` runs this test of example job files.
-mod full {
-    use super::*;
-
-    #[tokio::test]
-    async fn the_examples_train_on_four_ranks() {
-        let _permit = training_permit().await;
-        let folder = tempfile::tempdir().expect("a folder");
-        let dataset = format!("data.dataset={}", pictures::idx_dataset(folder.path(), 256, 64).display());
-        for (example, mesh) in [
-            ("hybrid-classes", "1 (data) x 1 (height) x 4 (model)"),
-            ("hybrid-channels", "2 (data) x 1 (height) x 2 (model)"),
-            ("pipeline", "2 (pipeline) x 2 (data) x 1 (height) x 1 (model)"),
-        ] {
-            let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
-            command
-                .arg("train")
-                .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("examples/{example}.toml")))
-                .arg("--out")
-                .arg(folder.path().join(example))
-                .args(["--set", &dataset, "--set", "train.epochs=1"]);
-            let output = assert_success(&command.output().expect("it runs"));
-            for words in ["(CPU, ", "= 128 pictures per step", mesh, "validation accuracy is "] {
-                assert!(output.contains(words), "{words}: {output}");
-            }
-        }
-    }
 }

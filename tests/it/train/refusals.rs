@@ -4,77 +4,59 @@ use super::{
     Bench, assert_success,
     stops::{has_ended, pid_of, signal, until_step},
 };
-use crate::{pictures, tensors::floats};
+use crate::{
+    pictures,
+    server::{Finished, lockstep},
+    tensors::floats,
+};
 use rustix::process::Signal;
 use std::{
     fs,
     path::Path,
-    process::{Command, Stdio},
+    process::Stdio,
     time::{Duration, Instant},
 };
 
 #[tokio::test]
 async fn impossible_training_is_refused_with_advice() {
     let bench = Bench::new().await;
-    let error_of = |sets: &[&str]| {
+    let refusal = |sets: &[&str]| {
         let out = format!("out-{}", sets.join("-").replace(['/', '.'], "_"));
         let more: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
         let mut command = bench.train(&out, &more);
-        let output = command.env("LOCKSTEP_CACHE", bench.out("cache")).output().expect("it runs");
-        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+        Finished::of(command.env("LOCKSTEP_CACHE", bench.out("cache")))
     };
-    let (status, error) = error_of(&["train.global_batch_size=4096"]);
-    assert_eq!(status, Some(1), "{error}");
-    assert!(error.contains("400 training pictures are fewer than one step uses (4096"), "{error}");
+    refusal(&["train.global_batch_size=4096"])
+        .assert_fails(1, &["400 training pictures are fewer than one step uses (4096"]);
     // More memory than any machine has is refused before it is allocated.
-    let (status, error) = error_of(&["data.image_size=4096", "train.global_batch_size=400"]);
-    assert_eq!(status, Some(1), "{error}");
-    assert!(
-        error.contains("pictures of 4096 x 4096 pixels take at least ") && error.contains("this machine has"),
-        "{error}"
-    );
-    let (status, error) = error_of(&["parallel.device=cuda"]);
-    assert_eq!(status, Some(2), "{error}");
-    assert!(error.contains("there is no GPU on this machine") && error.contains("\"cpu\""), "{error}");
-    let (status, error) = error_of(&["train.lr=10000", "train.weight_decay=1"]);
-    assert_eq!(status, Some(1), "{error}");
-    assert!(
-        error.contains("the loss is not finite on ")
-            && error.contains("training has diverged at step ")
-            && error.contains("lower train.lr"),
-        "{error}"
-    );
-    let (status, error) =
-        error_of(&["model.arch=resnet18", "data.image_size=16", "model.pretrained=resnet18"]);
-    assert_eq!(status, Some(1), "{error}");
-    assert!(error.contains("model.pretrained: the weights of resnet18 have not been downloaded"), "{error}");
-    let (status, error) = error_of(&["model.pretrained=/none.safetensors"]);
-    assert_eq!(status, Some(1), "{error}");
-    assert!(error.contains("model.pretrained: /none.safetensors"), "{error}");
+    refusal(&["data.image_size=4096", "train.global_batch_size=400"])
+        .assert_fails(1, &["pictures of 4096 x 4096 pixels take at least ", "this machine has"]);
+    refusal(&["parallel.device=cuda"]).assert_fails(2, &["there is no GPU on this machine", "\"cpu\""]);
+    refusal(&["train.lr=10000", "train.weight_decay=1"])
+        .assert_fails(1, &["the loss is not finite on ", "training has diverged at step ", "lower train.lr"]);
+    refusal(&["model.arch=resnet18", "data.image_size=16", "model.pretrained=resnet18"])
+        .assert_fails(1, &["model.pretrained: the weights of resnet18 have not been downloaded"]);
+    refusal(&["model.pretrained=/none.safetensors"])
+        .assert_fails(1, &["model.pretrained: /none.safetensors"]);
     // Pickle files are recognised by their content.
     for name in ["resnet20.pth", "pytorch_model.bin"] {
         let pickled = bench.folder.path().join(name);
         fs::write(&pickled, b"PK\x03\x04").expect("a file");
-        let (status, error) = error_of(&[&format!("model.pretrained={}", pickled.display())]);
-        assert_eq!(status, Some(1), "{error}");
-        assert!(error.contains(&format!("{name}: is a PyTorch pickle")), "{error}");
-        assert!(error.contains("save_file(torch.load("), "{error}");
+        refusal(&[&format!("model.pretrained={}", pickled.display())])
+            .assert_fails(1, &[&format!("{name}: is a PyTorch pickle"), "save_file(torch.load("]);
     }
     let folder = pictures::image_folder(bench.folder.path(), 2);
     for split in ["train", "val"] {
         fs::remove_dir_all(folder.join(split).join("trouser")).expect("a class");
     }
-    let (status, error) = error_of(&[&format!("data.dataset={}", folder.display())]);
-    assert_eq!(status, Some(1), "{error}");
-    assert!(error.contains("has one class, \"boot\": there is nothing to tell apart"), "{error}");
+    refusal(&[&format!("data.dataset={}", folder.display())])
+        .assert_fails(1, &["has one class, \"boot\": there is nothing to tell apart"]);
     for (sets, words) in [
         (&["data.dataset=/none", "train.lrr=1"][..], "lrr"),
         (&["data.dataset="], "data.dataset: is missing: give the path of a dataset"),
         (&["sweep.method=grid"], "is a sweep, which needs a server: `lockstep submit "),
     ] {
-        let (status, error) = error_of(sets);
-        assert_eq!(status, Some(2), "{error}");
-        assert!(error.contains(words), "{error}");
+        refusal(sets).assert_fails(2, &[words]);
     }
 }
 
@@ -83,28 +65,23 @@ async fn impossible_stages_are_refused() {
     let bench = Bench::new().await;
     let stages =
         ["parallel.mode=hybrid", "parallel.ranks=12", "parallel.pipeline=12", "train.global_batch_size=8"];
-    for (sets, status, words) in [
+    for (sets, words) in [
         (
             &["parallel.device=cpu"][..],
-            2,
             &["resnet20 can be cut into at most 11 stages", "parallel.pipeline = 12"][..],
         ),
         (
             &["parallel.device=cpu", "train.accumulate=0"],
-            2,
             &["train.accumulate", "from 1 to 4,096", "at most 11 stages"],
         ),
         (
             &["parallel.device=cpu", "parallel.ranks=16"],
-            2,
             &["parallel.pipeline", "give a pipeline such as 8, or 24 ranks"],
         ),
     ] {
         let sets: Vec<_> = stages.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();
-        let output = bench.train(&format!("out-{status}-{}", words[0]), &sets).output().expect("it runs");
-        let error = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(status), "{error}");
-        assert!(words.iter().all(|word| error.contains(word)), "{error}");
+        let out = format!("out-{}", words[0]);
+        Finished::of(&mut bench.train(&out, &sets)).assert_fails(2, words);
     }
 }
 
@@ -153,10 +130,7 @@ async fn inconsistent_variables_of_a_rank_table_are_refused() {
         (&torchrun, &["--node", "0"], "--node: a launcher says"),
     ] {
         let mut command = bench.train("out", more);
-        let output = command.envs(variables.iter().copied()).output().expect("it runs");
-        let error = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{variables:?} {more:?}: {error}");
-        assert!(error.contains(message), "{variables:?} {more:?}: {error}");
+        Finished::of(command.envs(variables.iter().copied())).assert_fails(2, &[message]);
     }
 }
 
@@ -171,12 +145,10 @@ async fn a_folder_in_use_is_refused_even_if_only_ranks_are_left() {
     let ranks = [0, 1].map(|rank| pid_of(&attempt, rank));
     ranks.iter().for_each(|pid| signal(*pid, Signal::STOP));
     let assert_refused = || {
-        let output = bench.train("out", &["--resume", "latest"]).output().expect("it runs");
-        let error = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "{error}");
         let lock = bench.out("out").canonicalize().expect("a folder").join("train.lock");
-        assert!(error.contains(lock.to_str().expect("UTF-8")) && error.contains("another --out"), "{error}");
-        assert!(ranks.iter().all(|pid| error.contains(&pid.to_string())), "{ranks:?}: {error}");
+        let [zero, one] = ranks.map(|pid| pid.to_string());
+        let words = [lock.to_str().expect("UTF-8"), "another --out", &zero, &one];
+        Finished::of(&mut bench.train("out", &["--resume", "latest"])).assert_fails(2, &words);
     };
     assert_refused();
     child.kill().expect("SIGKILL");
@@ -207,16 +179,11 @@ async fn a_folder_with_later_checkpoints_refuses_an_earlier_resume() {
         let from = bench.out(from).join(format!("checkpoints/1-{step}")).display().to_string();
         let mut arguments = vec!["--resume", &from];
         arguments.extend(steps("train.steps=6", "train.seed=1"));
-        let output = bench.train("out", &arguments).output().expect("it runs");
-        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+        Finished::of(&mut bench.train("out", &arguments))
     };
-    let (status, error) = resume("out", 2);
-    assert_eq!(status, Some(2), "{error}");
-    assert!(error.contains("has a later checkpoint, 1-4") && error.contains("another --out"), "{error}");
-    let (status, error) = resume("other", 4);
-    assert_eq!(status, Some(2), "{error}");
-    assert!(error.contains("has another checkpoint 1-4"), "{error}");
-    let (_, error) = resume("out", 3);
+    resume("out", 2).assert_fails(2, &["has a later checkpoint, 1-4", "another --out"]);
+    resume("other", 4).assert_fails(2, &["has another checkpoint 1-4"]);
+    let error = resume("out", 3).stderr;
     assert!(error.contains("does not exist; its folder has the checkpoints 1-2, 1-4"), "{error}");
     // A refused run leaves no folder behind.
     let output = bench.train("new", &["--resume", "/no/where"]).output().expect("it runs");
@@ -241,13 +208,8 @@ async fn a_run_that_overflows_float32_fails_as_diverged_without_a_bad_checkpoint
         ];
         let more = ["train.momentum=0.95", "train.schedule=constant", "checkpoint.every_steps=5", &ranks_set];
         let sets: Vec<_> = sets.iter().chain(&more).flat_map(|set| ["--set", *set]).collect();
-        let output = bench.train(&out, &sets).output().expect("it runs");
-        let error = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(1), "{error}");
-        assert!(
-            error.contains("training has diverged at step ") && error.contains("lower train.lr"),
-            "{error}"
-        );
+        Finished::of(&mut bench.train(&out, &sets))
+            .assert_fails(1, &["training has diverged at step ", "lower train.lr"]);
         let mut models = 0;
         for folder in fs::read_dir(bench.out(&out).join("checkpoints")).expect("checkpoints").flatten() {
             let model = fs::read(folder.path().join("model.safetensors")).expect("a model");
@@ -283,10 +245,8 @@ async fn the_head_of_pretrained_weights_is_replaced_for_other_classes() {
     assert!(!bench.model("three", "2-6").is_empty());
 
     let deeper = [&three_classes[..], &["--set", "model.arch=resnet32"]].concat();
-    let output = bench.train("other", &deeper).output().expect("it runs");
-    assert_eq!(output.status.code(), Some(1));
-    let error = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(error.contains("does not fit a resnet32") && error.contains("are missing"), "{error}");
+    Finished::of(&mut bench.train("other", &deeper))
+        .assert_fails(1, &["does not fit a resnet32", "are missing"]);
 }
 
 /// Overwrites the first value of a tensor in a file.
@@ -312,21 +272,14 @@ async fn diverged_weights_are_refused_with_file_and_tensor() {
         fs::write(&file, bench.model("out", "2-24")).expect("a copy");
         set_first_value(&file, tensor, value);
         let weights = format!("model.pretrained={}", file.display());
-        let output = bench.train(tensor, &["--set", &weights]).output().expect("it runs");
-        let error = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(1), "{error}");
-        assert!(error.contains(&format!("{}: {message}", file.display())), "{error}");
+        let named = format!("{}: {message}", file.display());
+        Finished::of(&mut bench.train(tensor, &["--set", &weights])).assert_fails(1, &[&named]);
         // `predict` refuses the weights, too.
         let picture = bench.folder.path().join("picture.png");
         image::GrayImage::from_pixel(28, 28, image::Luma([99])).save(&picture).expect("a picture");
-        let predicted = Command::new(env!("CARGO_BIN_EXE_lockstep"))
-            .args(["predict", "--model"])
-            .args([&file, &picture])
-            .output()
-            .expect("it runs");
-        let error = String::from_utf8_lossy(&predicted.stderr).into_owned();
-        assert_eq!((predicted.status.code(), predicted.stdout.len()), (Some(2), 0), "{error}");
-        assert!(error.contains(message), "{error}");
+        let predicted = Finished::of(lockstep().args(["predict", "--model"]).args([&file, &picture]));
+        predicted.assert_fails(2, &[message]);
+        assert_eq!(predicted.stdout, "");
     }
 }
 
@@ -340,22 +293,16 @@ async fn a_checkpoint_of_another_network_or_other_classes_is_not_called_damaged(
         let sets = sets.iter().flat_map(|set| ["--set", *set]);
         let more: Vec<_> =
             ["--resume", checkpoint.to_str().expect("a path")].into_iter().chain(sets).collect();
-        let output = bench.train(out, &more).output().expect("it runs");
-        let error = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(1), "{error}");
-        assert!(
-            error.contains("checkpoints/1-7 does not fit this job") && !error.contains("damaged"),
-            "{error}"
-        );
-        error
+        let refused = Finished::of(&mut bench.train(out, &more));
+        refused.assert_fails(1, &["checkpoints/1-7 does not fit this job"]);
+        assert!(!refused.stderr.contains("damaged"), "{}", refused.stderr);
+        refused.stderr
     };
     // A checkpoint beyond the last step is refused, too: otherwise the run would succeed without training.
     let later = bench.out("out").join("checkpoints/2-21");
     let more = ["--resume", later.to_str().expect("a path"), "--set", "train.epochs=1"];
-    let beyond = bench.train("past", &more).output().expect("it runs");
-    let error = String::from_utf8_lossy(&beyond.stderr);
-    assert_eq!(beyond.status.code(), Some(1), "{error}");
-    assert!(error.contains("2-21 is of step 21 and the training ends at step 12"), "{error}");
+    Finished::of(&mut bench.train("past", &more))
+        .assert_fails(1, &["2-21 is of step 21 and the training ends at step 12"]);
     let error = resume("deeper", &["model.arch=resnet32"]);
     assert!(error.contains("layer1.3.bn1.bias, ") && error.contains("57 more are missing"), "{error}");
     let stem = ["model.arch=resnet20", "model.stem=imagenet", "data.image_size=16"];

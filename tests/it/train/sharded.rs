@@ -156,8 +156,7 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
 
     // `predict` and `model.pretrained` accept a sharded checkpoint.
     let parts = checkpoint_dir(&bench, "hybrid-parts", LAST);
-    let boots = pictures::image_folder(bench.folder.path(), 1).join("val/boot");
-    let picture = fs::read_dir(boots).expect("pictures").flatten().next().expect("one").path();
+    let picture = pictures::boot(&pictures::image_folder(bench.folder.path(), 1));
     let predicted = |model: &Path| {
         assert_success(
             &lockstep().arg("predict").arg(&picture).arg("--model").arg(model).output().expect("it runs"),

@@ -53,7 +53,7 @@ pub(super) struct FoundFile {
     pub(super) name: OsString,
     pub(super) size: u64,
     pub(super) modified_ns: i64,
-    /// Whether the name lacks a picture's extension, so that the first bytes decide.
+    /// Whether the file's first bytes must show if it is a picture, because its name has no picture's extension.
     pub(super) needs_check: bool,
 }
 

@@ -124,47 +124,42 @@ impl Catalog {
     /// Opens the dataset at `path`. CIFAR and IDX files are read. Of other formats, only pictures that are not in the
     /// index in `store` are read.
     fn open_with(path: &Path, store: &IndexStore) -> Result<Self, DataError> {
-        let check = |catalog: Catalog| {
-            let names: Vec<_> = catalog.splits.iter().map(|split| split.name.as_str()).collect();
-            let mistake = if names.contains(&"train") {
-                class_names_mistake(&catalog.classes)
-            } else {
-                Some(format!(
-                    "has no training split, only {}: a dataset needs training pictures, in files whose names begin with train",
-                    names.join(", ")
-                ))
-            };
-            match mistake {
-                None => Ok(catalog),
-                Some(mistake) => Err(DataError::Invalid(format!("{} {mistake}", path.display()))),
-            }
+        let catalog = Self::find(path, store)?;
+        let names: Vec<_> = catalog.splits.iter().map(|split| split.name.as_str()).collect();
+        let mistake = if names.contains(&"train") {
+            class_names_mistake(&catalog.classes)
+        } else {
+            Some(format!(
+                "has no training split, only {}: a dataset needs training pictures, in files whose names begin with train",
+                names.join(", ")
+            ))
         };
-        if let Some(found) = shards::open_named(path, store) {
-            return found.and_then(check);
+        match mistake {
+            None => Ok(catalog),
+            Some(mistake) => Err(DataError::Invalid(format!("{} {mistake}", path.display()))),
+        }
+    }
+
+    /// Tries the formats in order.
+    fn find(path: &Path, store: &IndexStore) -> Result<Self, DataError> {
+        if let Some(named) = shards::open_named(path, store) {
+            return named;
         }
         if !path.is_dir() {
             let what = if path.exists() { "is a file; give its folder" } else { "does not exist" };
             return Err(DataError::file(path, what));
         }
         // An archive unpacks into its own folder. Accept that folder and its parent.
-        for dir in [path.to_owned(), path.join("cifar-10-batches-bin"), path.join("cifar-100-binary")] {
-            if let Some(found) =
-                cifar::find(&dir).or_else(|| idx::find(&dir)).or_else(|| image_folder::find(&dir, store))
-            {
-                return found.and_then(check);
-            }
-        }
+        let unpacked = [path.to_owned(), path.join("cifar-10-batches-bin"), path.join("cifar-100-binary")];
+        let in_files = |dir: &PathBuf| {
+            cifar::find(dir).or_else(|| idx::find(dir)).or_else(|| image_folder::find(dir, store))
+        };
         // Shards are checked last, because files of other formats may be next to the archive from which they were
         // unpacked. A repository of the Hugging Face hub has its shards in `data`.
-        for dir in [path.to_owned(), path.join("data")] {
-            if let Some(found) = shards::find(path, &dir, store) {
-                return found.and_then(check);
-            }
-        }
-        if let Some(found) = image_folder::find_plain(path, store) {
-            return found.and_then(check);
-        }
-        Err(not_a_dataset(path))
+        let in_shards =
+            || [path, &path.join("data")].into_iter().find_map(|dir| shards::find(path, dir, store));
+        let found = unpacked.iter().find_map(in_files).or_else(in_shards);
+        found.or_else(|| image_folder::find_plain(path, store)).unwrap_or_else(|| Err(not_a_dataset(path)))
     }
 
     /// All files and folders that were left out.

@@ -13,8 +13,7 @@ use std::sync::{Arc, Mutex};
 pub use super::shard::EpochPlan;
 pub use batch::{Batch, BatchFormat};
 pub use epoch::Batches;
-pub use mix::{Mix, MixParams};
-pub use mixing::Mixing;
+pub use mixing::{Mix, MixParams, Mixing};
 pub use shape::Shape;
 pub use view::View;
 
@@ -24,9 +23,7 @@ use workers::Workers;
 
 mod ahead;
 mod batch;
-mod broken;
 mod epoch;
-mod mix;
 mod mixing;
 mod on_device;
 mod open;

@@ -55,7 +55,7 @@ impl Default for PrepareSettings {
 }
 
 /// The result of preparing a copy.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Prepared {
     /// The number of pictures in each split.
     pub splits: Vec<(String, u64)>,
@@ -86,7 +86,7 @@ pub fn prepare(
     let catalog = Catalog::open(path)?;
     let sources = splits_to_copy(path, &catalog)?;
     let names = class_lines(path, &catalog.classes)?;
-    let mut broken: Vec<BrokenFile> = catalog.all_broken().cloned().collect();
+    let broken: Vec<BrokenFile> = catalog.all_broken().cloned().collect();
     if let (BrokenFiles::Fail, Some(first)) = (settings.broken_files, broken.first()) {
         return Err(DataError::Invalid(format!(
             "{first}{}; repair it, move it out of the dataset, or leave out broken files (--broken-files skip)",
@@ -108,8 +108,7 @@ pub fn prepare(
     let classes = to.join("classes.txt");
     write_atomically(&classes, names.as_bytes()).map_err(|error| cannot_be_written(&classes, &error))?;
     let total: u64 = sources.iter().map(|(_, listing)| listing.len() as u64).sum();
-    let mut prepared =
-        Prepared { splits: Vec::new(), shards: 0, kept_shards: 0, bytes: 0, broken: Vec::new() };
+    let mut prepared = Prepared { broken, ..Prepared::default() };
     let mut done = 0;
     for (index, (Split { name, labels, .. }, listing)) in sources.iter().enumerate() {
         let order = order::shuffle(index, listing, destination.per_shard(index));
@@ -138,12 +137,11 @@ pub fn prepare(
             left_out += finished.broken.len();
             prepared.shards += 1;
             prepared.bytes += finished.bytes;
-            broken.extend(finished.broken);
+            prepared.broken.extend(finished.broken);
         }
         prepared.splits.push((name.clone(), pictures));
     }
     destination.finish()?;
-    prepared.broken = broken;
     Ok(prepared)
 }
 

@@ -356,9 +356,9 @@ pub trait Engine: Send {
     fn broadcast_statistics(&mut self) -> Result<(), EngineError> {
         self.broadcast_parameters()
     }
-    /// Abandons the engine in a process that is about to end, without waiting for work in flight. The driver frees device
-    /// memory.
-    fn abandon(self: Box<Self>) {}
+    /// Drops the engine in a process that is about to end, without waiting for work in flight and without freeing device
+    /// memory, which the driver does.
+    fn leak(self: Box<Self>) {}
     /// Bytes of device memory that this process has allocated; 0 on the CPU.
     fn memory_bytes(&self) -> u64 {
         0

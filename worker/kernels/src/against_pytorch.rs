@@ -7,6 +7,7 @@ use crate::{
     conv::{self, ConvShape, Scratch},
     linear, loss,
     optimizer::{Optimizer, ParameterKind, Update},
+    orthogonal,
     pool::{self, MaxPool},
     synthetic::{labels, values},
 };
@@ -58,12 +59,7 @@ impl Fixtures<'_> {
 
     fn compare(&self, name: &str, ours: &[f32]) {
         let theirs = self.get(name).unwrap_or_else(|| panic!("no fixture {name}"));
-        assert_eq!(theirs.len(), ours.len(), "{name}");
-        let largest = theirs.iter().fold(0.0f32, |m, v| m.max(v.abs()));
-        for (i, (a, b)) in ours.iter().zip(&theirs).enumerate() {
-            let difference = (a - b).abs();
-            assert!(difference <= TOLERANCE * largest, "{name}[{i}]: {a} instead of {b} (largest {largest})");
-        }
+        compare(name, ours, &theirs, TOLERANCE);
     }
 
     /// Compares `ours` with the fixture `name`, if it exists.
@@ -71,6 +67,16 @@ impl Fixtures<'_> {
         if self.get(name).is_some() {
             self.compare(name, ours);
         }
+    }
+}
+
+/// `tolerance` is the maximum difference, relative to the largest of `theirs`.
+fn compare(name: &str, ours: &[f32], theirs: &[f32], tolerance: f32) {
+    assert_eq!(theirs.len(), ours.len(), "{name}");
+    let largest = theirs.iter().fold(0.0f32, |m, v| m.max(v.abs()));
+    for (i, (a, b)) in ours.iter().zip(theirs).enumerate() {
+        let difference = (a - b).abs();
+        assert!(difference <= tolerance * largest, "{name}[{i}]: {a} instead of {b} (largest {largest})");
     }
 }
 
@@ -350,16 +356,8 @@ fn steps_of_muon_match_pytorch() {
             update.orthogonalise(&shape, &mut w, &g);
             let mut oihw = vec![0.0; w.len()];
             conv::weight_to_oihw(&shape, &w, &mut oihw);
-            let largest = expected.iter().fold(0.0f32, |largest, v| largest.max(v.abs()));
-            for (ours, theirs) in oihw.iter().zip(expected) {
-                // Small singular values grow by a factor of forty, and so do their rounding errors.
-                let difference = (ours - theirs).abs();
-                assert!(
-                    difference <= 10.0 * TOLERANCE * largest,
-                    "{name}, step {}: {ours}, not {theirs}",
-                    step + 1
-                );
-            }
+            // Small singular values grow by a factor of forty, and so do their rounding errors.
+            compare(&format!("{name}, step {}", step + 1), &oihw, expected, 10.0 * TOLERANCE);
         }
     }
 }
@@ -390,7 +388,6 @@ fn steps_of_adamw_and_lamb_match_pytorch() {
         let [mut m, mut v] = [(); 2].map(|()| vec![0.0; 16]);
         assert_eq!(run.weights.len(), 20);
         for (step, expected) in run.weights.iter().enumerate() {
-            let norm = |values: &[f32]| values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt();
             // The learning rate decreases; every third gradient is small, and every seventh is zero.
             let lr = run.lr * (1.0 - step as f32 / 40.0);
             let scale = if step % 7 == 6 { 0.0 } else { [1.0, 10.0, 1e-3][step % 3] };
@@ -399,16 +396,9 @@ fn steps_of_adamw_and_lamb_match_pytorch() {
             if optimizer.needs_norms() {
                 update.prepare(policy, &w, [&mut m, &mut v], &mut g);
             }
-            let (rate, decay) = update.rates(policy, || [norm(&g), norm(&w)]);
+            let (rate, decay) = update.rates(policy, || [orthogonal::norm(&g), orthogonal::norm(&w)]);
             update.apply(rate, decay, &mut w, [&mut m, &mut v], &g);
-            let largest = expected.iter().fold(0.0f32, |largest, v| largest.max(v.abs()));
-            for (ours, theirs) in w.iter().zip(expected) {
-                assert!(
-                    (ours - theirs).abs() <= TOLERANCE * largest,
-                    "{name}, step {}: {w:?} instead of {expected:?}",
-                    step + 1
-                );
-            }
+            compare(&format!("{name}, step {}", step + 1), &w, expected, TOLERANCE);
         }
     }
 }

@@ -307,7 +307,7 @@ impl Update {
         conv::weight_to_oihw(shape, prepared, &mut matrix);
         orthogonal::orthogonalise(shape.out_c, &mut matrix);
         conv::weight_from_oihw(shape, &matrix, &mut u);
-        let norm = w.iter().map(|&v| f64::from(v) * f64::from(v)).sum::<f64>().sqrt();
+        let norm = orthogonal::norm(w);
         let scale = if norm > 0.0 { ((shape.out_c as f64).sqrt() / norm) as f32 } else { 1.0 };
         for (w, u) in w.iter_mut().zip(&u) {
             *w = scale * *w - self.lr * u;

@@ -11,10 +11,15 @@ pub const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
 /// A matrix is first divided by its Frobenius norm plus this value, so that singular values are at most 1.
 pub const EPSILON: f64 = 1e-7;
 
+/// The square root of the sum of the squares.
+pub(crate) fn norm(values: &[f32]) -> f64 {
+    values.iter().map(|&v| f64::from(v) * f64::from(v)).sum::<f64>().sqrt()
+}
+
 /// Replaces the row-major matrix `x` of `rows` rows by a matrix with the same singular vectors, whose singular values are near 1.
 pub fn orthogonalise(rows: usize, x: &mut [f32]) {
     let columns = x.len() / rows.max(1);
-    let norm = x.iter().map(|&v| f64::from(v) * f64::from(v)).sum::<f64>().sqrt() + EPSILON;
+    let norm = norm(x) + EPSILON;
     x.iter_mut().for_each(|v| *v = (f64::from(*v) / norm) as f32);
     // Number of rows of the smaller Gram matrix: x x^T if x is wide, else x^T x.
     let (side, is_wide) = (rows.min(columns), rows <= columns);

@@ -7,8 +7,7 @@ use crate::{
 use serde_json::{Value, json};
 
 async fn entries(server: &TestServer) -> Vec<Value> {
-    let (status, log) = server.get("/audit?limit=1000").await;
-    assert_eq!(status, 200, "{log}");
+    let log = server.get_ok("/audit?limit=1000").await;
     log["entries"].as_array().unwrap().clone()
 }
 

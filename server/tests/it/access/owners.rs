@@ -51,8 +51,7 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
     // The agent is drained, so that no job starts.
     let _agent = Agent::join_with_dataset(&server, 2).await;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
-    let (_, secret) = server.make_token(&json!({"name": "ci", "scope": "submit"})).await;
-    let ci = client(&secret);
+    let ci = server.submitter("ci").await;
     let (_, servers_job) = server.post("/jobs", &named_spec("old")).await;
     assert_eq!(servers_job["owner"], "this machine", "{servers_job}");
     let servers_job = format!("/jobs/{}", servers_job["id"].as_str().unwrap());
@@ -293,8 +292,7 @@ async fn people_create_tokens_within_their_role() {
     }
     let name_of_person = json!({"name": "mona", "scope": "submit"});
     assert_refused(server.post("/tokens", &name_of_person).await, 409, "person");
-    let (_, ci) = server.make_token(&json!({"name": "ci", "scope": "submit"})).await;
-    let ci = client(&ci);
+    let ci = server.submitter("ci").await;
     assert_eq!(
         server.send_as(&ci, "GET", "/tokens", None).await.0,
         403,

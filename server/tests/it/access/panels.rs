@@ -24,8 +24,7 @@ async fn idle_agent(server: &TestServer) -> Agent {
 
 /// Returns the source of a job's panels, and their titles.
 async fn read_panels(server: &TestServer, id: &str) -> (String, Vec<String>) {
-    let (status, body) = server.get(&format!("/jobs/{id}/panels")).await;
-    assert_eq!(status, 200, "{body}");
+    let body = server.get_ok(&format!("/jobs/{id}/panels")).await;
     let titles = body["panels"].as_array().unwrap().iter().map(|p| p["title"].as_str().unwrap().to_owned());
     (body["from"].as_str().unwrap().to_owned(), titles.collect())
 }
@@ -81,7 +80,7 @@ async fn a_job_without_own_panels_shows_its_project_s_panels() {
 
     // Panels are deleted with their job, or with the last job of their project.
     for id in [&one, &two] {
-        assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &json!({})).await.0, 202);
+        server.order(id, "cancel").await;
         assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     }
     let rows = "SELECT (SELECT count(*) FROM job_panels) + (SELECT count(*) FROM project_panels)";

@@ -2,7 +2,7 @@
 
 use super::{People, add_people};
 use crate::{
-    agent::{Agent, dataset_info},
+    agent::{Agent, dataset_info, server_with_agent},
     document::create_failed_job,
     test_server::{Stream, TestServer, spec},
 };
@@ -228,8 +228,7 @@ async fn lists_hide_private_jobs_of_others() {
 
 #[tokio::test]
 async fn changes_of_a_job_are_streamed_to_its_readers() {
-    let server = TestServer::new().await;
-    let _agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, _agent) = server_with_agent(2).await;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     for (name, role) in [("mona", "member"), ("otto", "member")] {
         server.add_person(name, role).await;

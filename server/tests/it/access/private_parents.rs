@@ -4,7 +4,7 @@ use super::{People, add_people};
 use crate::{
     agent::{Agent, losses, running},
     document::create_failed_job,
-    test_server::{Stream, TestServer, spec},
+    test_server::{Stream, TestServer},
 };
 use lockstep_protocol::agent::Source;
 use reqwest::Client;
@@ -143,9 +143,8 @@ async fn forks_show_public_parents_and_own_private_parents() {
         assert!(!text.contains(fork["id"].as_str().unwrap()), "{source}: {text}");
     }
     // The history of a job that is not a fork begins with its submission.
-    let (status, job) = server.post("/jobs", &spec()).await;
-    assert_eq!(status, 201, "{job}");
-    let (_, history) = server.get(&format!("/jobs/{}/history", job["id"].as_str().unwrap())).await;
+    let job = server.submit(|_| {}).await;
+    let history = server.get_ok(&format!("/jobs/{}/history", job.id)).await;
     assert_eq!(history["entries"][0]["what"], "submitted");
     server.stop().await;
 }

@@ -2,8 +2,8 @@
 
 use super::{People, add_people};
 use crate::{
-    agent::Agent,
-    test_server::{TestServer, spec, wait_until},
+    agent::server_with_agent,
+    test_server::{spec, wait_until},
 };
 use base64::{Engine, prelude::BASE64_URL_SAFE_NO_PAD};
 use reqwest::Client;
@@ -11,8 +11,7 @@ use serde_json::{Value, json};
 
 #[tokio::test]
 async fn the_queue_shows_only_places_of_private_jobs_to_others() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
+    let (server, mut agent) = server_with_agent(2).await;
     let People { vera, mona, otto, ada } = add_people(&server).await;
     let submit = async |who: &Client, name: &str, ranks: u32, private: bool| {
         let mut spec = spec();

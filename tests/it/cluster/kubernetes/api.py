@@ -19,8 +19,8 @@ import urllib.parse
 
 import admission
 import discovery
-from nodes import collect, control, inner, lose
-from state import CONNECTIONS, GROUPS, KINDS, LOCK, LOG, PORT, PROCESSES, ROLE, STATE, STORE, TOKEN, Refused, changed, create, delete, forget
+from nodes import collect, control, pod_pid, simulate_node_failure
+from state import CONNECTIONS, GROUPS, KINDS, LOCK, LOG, PORT, PROCESSES, ROLE, STATE, STORE, TOKEN, Refused, create, delete, forget, publish_change
 
 
 def shown(item):
@@ -29,7 +29,7 @@ def shown(item):
     secret = item.pop("test-data", None)
     if secret is not None:
         item["data"] = {name: "eA==" for name in secret}
-    for key in [key for key in item.get("status", {}) if key.startswith("test-") or key in ("counted", "noted")]:
+    for key in [key for key in item.get("status", {}) if key.startswith("test-")]:
         del item["status"][key]
     return item
 
@@ -152,12 +152,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 # Another client has changed the object first.
                 STATE["conflicts"] -= 1
                 item["metadata"].setdefault("annotations", {})["somebody"] = "else"
-                changed(resource, item)
+                publish_change(resource, item)
             if body["metadata"].get("resourceVersion") != item["metadata"]["resourceVersion"]:
                 raise Refused(409, "Conflict", "the object has been modified; please apply your changes to the latest version and try again")
             item["spec"] = body["spec"]
             item["metadata"]["annotations"] = body["metadata"].get("annotations", {})
-            changed(resource, item)
+            publish_change(resource, item)
         return 200, item
 
     def watch(self, resource, namespace, query):
@@ -216,7 +216,7 @@ def node_dies(body):
     """A node loses power. After its tolerations the pod is marked for deletion, but the kubelet reports nothing."""
     with LOCK:
         pod = next(p for p in running_pods({}) if p["spec"]["nodeName"] == body["node"])
-        lose(pod)
+        simulate_node_failure(pod)
     return {}
 
 
@@ -231,7 +231,7 @@ def out_of_memory(body):
     with LOCK:
         pod = running_pods(body)[0]
         pod["status"]["test-reason"] = "OOMKilled"
-        os.kill(inner(PROCESSES[("pods", pod["metadata"]["namespace"], pod["metadata"]["name"])]), signal.SIGKILL)
+        os.kill(pod_pid(PROCESSES[("pods", pod["metadata"]["namespace"], pod["metadata"]["name"])]), signal.SIGKILL)
     return {}
 
 
@@ -263,7 +263,7 @@ def suspend(body):
     with LOCK:
         job = next(o for k, o in STORE.items() if k[0] == "jobs")
         job["spec"]["suspend"] = body["suspend"]
-        changed("jobs", job)
+        publish_change("jobs", job)
     return {}
 
 
@@ -272,7 +272,7 @@ def annotate(body):
     with LOCK:
         job = next(o for k, o in STORE.items() if k[0] == "jobs")
         job["metadata"]["annotations"].update(body)
-        changed("jobs", job)
+        publish_change("jobs", job)
     return {}
 
 

@@ -1,4 +1,4 @@
-"""A kubelet, whose pods are processes in their own namespaces, and the Job controller. No image is pulled: pods use this machine's programs."""
+"""Simulated kubelet and Job controller. A pod is a process in its own namespaces. No image is pulled: pods use this machine's programs."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 
-from state import FOLDER, HIDDEN, HOOKS, LOCK, PROCESSES, STORE, changed, create, delete, forget
+from state import FOLDER, HIDDEN_FOLDER, HOOKS, LOCK, PROCESSES, STORE, create, delete, forget, publish_change
 
 def script(pod, container):
     """A shell script that mounts a container's volumes and executes its command."""
@@ -36,7 +36,7 @@ def script(pod, container):
         elif "hostPath" in volume:
             source = volume["hostPath"]["path"]
         lines.append(f"mkdir -p '{mount['mountPath']}'; mount --bind '{source}' '{mount['mountPath']}'")
-    lines.append(f"mount -t tmpfs none '{HIDDEN}'")
+    lines.append(f"mount -t tmpfs none '{HIDDEN_FOLDER}'")
     lines.append('exec "$@"')
     return "\n".join(lines)
 
@@ -45,6 +45,7 @@ def start_pod(key, pod):
     container = pod["spec"]["containers"][0]
     status = pod["status"]
     waiting = lambda reason, message="": [{"name": container["name"], "ready": False, "state": {"waiting": {"reason": reason, "message": message}}}]
+    # A test asks for an unschedulable pod with the node selector `nowhere`, and for a failing pull with an image called `missing`.
     if "nowhere" in pod["spec"].get("nodeSelector", {}):
         status["conditions"] = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available: 3 node(s) didn't match"}]
     elif "missing" in container["image"]:
@@ -53,9 +54,9 @@ def start_pod(key, pod):
         text = script(pod, container)
         if text is None:
             status["containerStatuses"] = waiting("ContainerCreating", "secret not found")
-            if not status.get("noted"):
-                status["noted"] = True
-                changed("pods", pod)
+            if not status.get("test-waiting-published"):
+                status["test-waiting-published"] = True
+                publish_change("pods", pod)
             return
         env = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "HOSTNAME": pod["spec"]["hostname"], "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
         # As in tests/it/server.rs: slows the steps of long jobs.
@@ -74,7 +75,7 @@ def start_pod(key, pod):
         status["conditions"] = [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "True"}]
         status["containerStatuses"] = [{"name": container["name"], "ready": True, "state": {"running": {}}}]
         threading.Thread(target=wait_pod, args=(key, pod, process), daemon=True).start()
-    changed("pods", pod)
+    publish_change("pods", pod)
 
 
 def wait_pod(key, pod, process):
@@ -90,23 +91,23 @@ def wait_pod(key, pod, process):
         status["containerStatuses"] = [{"name": pod["spec"]["containers"][0]["name"], "ready": False, "state": {"terminated": {"exitCode": code, "reason": reason}}}]
         status["conditions"] = [c for c in status["conditions"] if c["type"] != "Ready"]
         if key in STORE and STORE[key] is pod:
-            changed("pods", pod)
+            publish_change("pods", pod)
 
 
-def inner(process):
+def pod_pid(process):
     """The first process of a pod: the child of unshare."""
     text = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return int(text[0]) if text else None
 
 
-def lose(pod):
-    """A node dies: the taint of an unreachable node marks its pod for deletion, and no kubelet reacts."""
+def simulate_node_failure(pod):
+    """Kills the pod as if its node had died. The node's taint marks the pod for deletion, and no kubelet confirms the deletion."""
     pod["status"]["test-lost"] = True
     PROCESSES[("pods", pod["metadata"]["namespace"], pod["metadata"]["name"])].kill()
     pod["status"]["conditions"] = [c for c in pod["status"]["conditions"] if c["type"] != "Ready"]
     pod["status"]["conditions"].append({"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager", "message": "Taint manager: deleting due to NoExecute taint"})
     pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:01Z"
-    changed("pods", pod)
+    publish_change("pods", pod)
 
 
 def collect(node):
@@ -114,7 +115,7 @@ def collect(node):
     for key, pod in list(STORE.items()):
         if key[0] == "pods" and pod["spec"].get("nodeName") == node and pod["status"].get("test-lost"):
             pod["status"]["phase"] = "Failed"
-            count(pod)
+            record_end(pod)
             forget(key)
 
 
@@ -122,7 +123,7 @@ def end_pod(key, pod):
     with LOCK:
         process = PROCESSES.get(key)
         grace = pod["spec"]["terminationGracePeriodSeconds"]
-        child = inner(process) if process else None
+        child = pod_pid(process) if process else None
     if child:
         os.kill(child, signal.SIGTERM)
         try:
@@ -132,8 +133,8 @@ def end_pod(key, pod):
         while pod["status"]["phase"] == "Running":
             time.sleep(0.01)
     with LOCK:
-        if not pod["status"].get("counted") and pod["status"]["phase"] in ("Succeeded", "Failed"):
-            count(pod)
+        if not pod["status"].get("test-end-recorded") and pod["status"]["phase"] in ("Succeeded", "Failed"):
+            record_end(pod)
         if STORE.get(key) is pod:
             forget(key)
 
@@ -145,7 +146,7 @@ def job_of(pod):
     return STORE.get(("jobs", pod["metadata"]["namespace"], pod["metadata"]["labels"]["batch.kubernetes.io/job-name"]))
 
 
-def condition(job, kind, reason=""):
+def add_condition(job, kind, reason=""):
     job["status"].setdefault("conditions", []).append({"type": kind, "status": "True", "reason": reason, "message": ""})
 
 
@@ -153,9 +154,9 @@ def has_ended(job):
     return any(c["type"] in ("Complete", "Failed") for c in job["status"].get("conditions", []))
 
 
-def count(pod):
+def record_end(pod):
     """Records the end of a pod in its Job, according to the podFailurePolicy."""
-    pod["status"]["counted"] = True
+    pod["status"]["test-end-recorded"] = True
     job = job_of(pod)
     if job is None or has_ended(job):
         return
@@ -173,11 +174,11 @@ def count(pod):
         if matches and rule["action"] == "Ignore":
             return
         if matches and rule["action"] == "FailJob":
-            condition(job, "Failed", "PodFailurePolicy")
+            add_condition(job, "Failed", "PodFailurePolicy")
             return
     status["failed"] += 1
     if status["failed"] > job["spec"]["backoffLimit"]:
-        condition(job, "Failed", "BackoffLimitExceeded")
+        add_condition(job, "Failed", "BackoffLimitExceeded")
 
 
 def reconcile(key, job):
@@ -186,33 +187,33 @@ def reconcile(key, job):
     before = json.dumps(status)
     job_pods = {k: p for k, p in STORE.items() if k[0] == "pods" and p["metadata"]["labels"].get("batch.kubernetes.io/job-name") == key[2]}
     for pod in job_pods.values():
-        if pod["status"]["phase"] in ("Succeeded", "Failed") and not pod["status"].get("counted"):
-            count(pod)
+        if pod["status"]["phase"] in ("Succeeded", "Failed") and not pod["status"].get("test-end-recorded"):
+            record_end(pod)
     active = {k: p for k, p in job_pods.items() if p["status"]["phase"] in ("Pending", "Running")}
     # With `Failed`, a terminating pod is replaced only after it has ended.
     policy = spec.get("podReplacementPolicy", "Failed" if "podFailurePolicy" in spec else "TerminatingOrFailed")
-    placed = [p for p in active.values() if policy == "Failed" or "deletionTimestamp" not in p["metadata"]]
+    pods_that_hold_their_index = [p for p in active.values() if policy == "Failed" or "deletionTimestamp" not in p["metadata"]]
     if "deletionTimestamp" in meta:
-        for pod in job_pods:
-            delete(pod)
+        for pod_key in job_pods:
+            delete(pod_key)
         if not job_pods:
             forget(key)
         return
     done = len(status["test-done"])
     if not has_ended(job) and done == spec["completions"]:
-        condition(job, "Complete")
+        add_condition(job, "Complete")
     if has_ended(job) or spec["suspend"]:
-        for pod in active:
-            delete(pod)
+        for pod_key in active:
+            delete(pod_key)
     else:
-        busy = {p["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"] for p in placed}
+        busy = {p["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"] for p in pods_that_hold_their_index}
         for index in range(spec["completions"]):
             if index not in status["test-done"] and str(index) not in busy:
                 create("pods", key[1], make_pod(job, index))
     ready = sum(any(c["type"] == "Ready" for c in p["status"].get("conditions", [])) for p in active.values())
     status.update(active=len(active), ready=ready, succeeded=done)
     if json.dumps(status) != before:
-        changed("jobs", job)
+        publish_change("jobs", job)
 
 
 def make_pod(job, index):

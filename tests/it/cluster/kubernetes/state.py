@@ -6,7 +6,7 @@ import sys
 import threading
 import uuid
 
-PORT, TOKEN, ROLE, HIDDEN, FOLDER = int(sys.argv[1]), sys.argv[2], json.load(open(sys.argv[3])), sys.argv[4], pathlib.Path(sys.argv[5])
+PORT, TOKEN, ROLE, HIDDEN_FOLDER, FOLDER = int(sys.argv[1]), sys.argv[2], json.load(open(sys.argv[3])), sys.argv[4], pathlib.Path(sys.argv[5])
 GROUPS = {"jobs": "batch", "pods": "", "services": "", "secrets": "", "serviceaccounts": "", "roles": "rbac.authorization.k8s.io", "rolebindings": "rbac.authorization.k8s.io"}
 KINDS = {"jobs": "Job", "pods": "Pod", "services": "Service", "secrets": "Secret", "serviceaccounts": "ServiceAccount", "roles": "Role", "rolebindings": "RoleBinding"}
 LOCK = threading.Condition(threading.RLock())
@@ -15,6 +15,7 @@ LOG = []  # (version, resource, type, object)
 # `version`: the newest; `oldest`: the oldest from which a watch can start; `down`: no server listens; `refused`: forbidden requests;
 # `conflicts`: updates to refuse; `lost`: responses to lose; `expired`: refuse watches; `lists`, `watches`: times of requests.
 STATE = {"version": 100, "oldest": 0, "conflicts": 0, "lost": 0, "down": False, "refused": [], "expired": False, "lists": [], "watches": []}
+# HIDDEN_FOLDER: a folder of the test that pods must not see.
 CONNECTIONS = set()
 PROCESSES = {}  # of pods, by the key in STORE
 HOOKS = {}  # functions of nodes.py, which imports this module
@@ -33,7 +34,7 @@ def note(kind, resource, item):
     LOCK.notify_all()
 
 
-def changed(resource, item):
+def publish_change(resource, item):
     note("MODIFIED", resource, item)
 
 
@@ -73,14 +74,14 @@ def delete(key, options=None):
         # A pod of a lost node stays even if its deletion is forced: the Job's finalizer is removed once the pod has failed.
         if "deletionTimestamp" not in item["metadata"]:
             item["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:01Z"
-            changed("pods", item)
+            publish_change("pods", item)
             threading.Thread(target=HOOKS["end_pod"], args=(key, item), daemon=True).start()
     elif key[0] == "jobs" and (options or {}).get("propagationPolicy") == "Foreground":
         # The controller deletes the Job after its pods.
         if "deletionTimestamp" not in item["metadata"]:
             item["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:01Z"
             item["metadata"]["finalizers"] = ["foregroundDeletion"]
-            changed("jobs", item)
+            publish_change("jobs", item)
     else:
         forget(key)
     return item

@@ -1,7 +1,7 @@
 //! Agents in batch jobs of a real Slurm.
 
 use super::{
-    agents_of, endless, job_file, launch, launch_program, server, short, submit, valid_agent_tokens,
+    agents_of, endless, job_file, launch, launch_program, server, short, stop, submit, valid_agent_tokens,
 };
 use crate::{
     cluster::Slurm,
@@ -43,9 +43,7 @@ async fn a_batch_job_runs_the_job_and_ends_with_it() {
     slurm.until("Slurm's job has ended", |slurm| slurm.field("1", "%T") == "COMPLETED");
     assert_eq!(valid_agent_tokens(&server).await, 0, "the agent's token is revoked");
     assert!(!server.folder().path().join("launch").join(&id).join("bundle.json").exists());
-    // Slurm's folder is in the server's folder.
-    drop(slurm);
-    server.stop().await;
+    stop(slurm, server).await;
 }
 
 #[tokio::test]
@@ -76,9 +74,7 @@ async fn cancelling_a_job_or_its_batch_job_ends_both() {
         "a checkpoint was written: {saved_step:?}, {step}; {job:#}"
     );
     server.cli(&["cancel", &id]).ok();
-    // Slurm's folder is in the server's folder.
-    drop(slurm);
-    server.stop().await;
+    stop(slurm, server).await;
 }
 
 /// Asserts that a job that is queued again, here and in Slurm, passes the step of its checkpoint, and cancels the job.
@@ -111,9 +107,7 @@ async fn a_batch_job_writes_a_checkpoint_and_requeues_before_its_time_limit() {
         server.checkpoints(&id).await.iter().map(|c| number(&c["step"])).max().expect("a checkpoint");
     assert!(saved_step >= step, "{saved_step} and {step}");
     assert_continues_then_cancel(&server, &slurm, &id, &batch, saved_step).await;
-    // Slurm's folder is in the server's folder.
-    drop(slurm);
-    server.stop().await;
+    stop(slurm, server).await;
 }
 
 /// Slurm checks time limits every 30 s, so it sends a signal that is due 30 s before the limit of two minutes 60 to 90 s after the start, when
@@ -135,16 +129,13 @@ async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
         saved_step >= step && saved_step == number(&job["step"]),
         "{saved_step} is the last step: {job:#}"
     );
-    let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
-    let reason = attempts["attempts"][0]["reason"].to_string();
+    let reason = server.attempts(&id).await[0]["reason"].to_string();
     assert!(reason.contains("was shut down"), "{reason}");
     let log = server.folder().path().join("launch").join(&id).join(format!("slurm-{batch}.log"));
     let log = fs::read_to_string(log).expect("its log");
     assert!(log.contains("Slurm's time limit is near") && log.contains("this job is requeued"), "{log}");
     assert_continues_then_cancel(&server, &slurm, &id, &batch, saved_step).await;
-    // Slurm's folder is in the server's folder.
-    drop(slurm);
-    server.stop().await;
+    stop(slurm, server).await;
 }
 
 /// Slurm ends a requeued job like a preempted job: SIGTERM, and SIGKILL after KillWait. Only an unfinished checkpoint is lost.
@@ -175,14 +166,12 @@ async fn a_checkpoint_slower_than_slurm_s_kill_wait_is_the_only_loss() {
     assert!(logs.contains("was not done within") && logs.contains("lost"), "{logs}");
     slurm.start_now(&batch);
     until_past_step(&server, &id, 2, saved_step).await;
-    let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
-    let begun = attempts["attempts"][1]["checkpoint"].as_str().expect("a checkpoint");
-    assert!(begun.ends_with("-100"), "{attempts:#}");
+    let attempts = server.attempts(&id).await;
+    let begun = attempts[1]["checkpoint"].as_str().expect("a checkpoint");
+    assert!(begun.ends_with("-100"), "{attempts:#?}");
     server.cli(&["cancel", &id]).ok();
     slurm.until_ended(&batch);
-    // Slurm's folder is in the server's folder.
-    drop(slurm);
-    server.stop().await;
+    stop(slurm, server).await;
 }
 
 #[tokio::test]
@@ -230,8 +219,7 @@ async fn a_sweep_is_an_array_with_a_task_for_each_job() {
         .filter(|entry| entry.file_name().to_string_lossy().starts_with("bundle"))
         .collect();
     assert!(bundles.is_empty(), "{bundles:?}");
-    drop(slurm);
-    server.stop().await;
+    stop(slurm, server).await;
 }
 
 #[tokio::test]
@@ -263,8 +251,7 @@ async fn cancelling_a_job_of_a_sweep_ends_only_its_task() {
     assert_eq!(done.status.code(), Some(1), "{stderr}");
     assert!(stderr.contains("1 of 2 jobs succeeded") && !stderr.contains("is deleted"), "{stderr}");
     slurm.until("both tasks have ended", |slurm| slurm.run("squeue", &["-h"]).trim().is_empty());
-    drop(slurm);
-    server.stop().await;
+    stop(slurm, server).await;
 }
 
 #[tokio::test]
@@ -276,10 +263,8 @@ async fn tasks_that_outlive_their_job_are_cancelled() {
     fs::set_permissions(&hangs, fs::Permissions::from_mode(0o755)).expect("a mode");
     let args = [file, "--with", "slurm", "--sweep", "train.steps=6"];
     let mut command = launch_program(&server, hangs.to_str().expect("a path"), &args, &[]);
-    let done = Finished::of(command.env("SLURM_CONF", slurm.config()));
-    assert!(done.ok().contains("succeeded"), "{}", done.stdout);
+    Finished::of(command.env("SLURM_CONF", slurm.config())).assert_prints(&["succeeded"]);
     slurm.until("the task has ended", |slurm| slurm.run("squeue", &["-h"]).trim().is_empty());
     assert_eq!(valid_agent_tokens(&server).await, 0, "the agent's token is revoked");
-    drop(slurm);
-    server.stop().await;
+    stop(slurm, server).await;
 }

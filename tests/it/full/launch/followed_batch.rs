@@ -1,6 +1,8 @@
 //! Launches that follow a batch job to its end and report its states, and a job that loses a node.
 
-use super::{batch::until_past_step, endless, launch, pods::Following, server, submit, valid_agent_tokens};
+use super::{
+    batch::until_past_step, endless, launch, pods::Following, server, stop, submit, valid_agent_tokens,
+};
 use crate::{
     cluster::Slurm,
     server::{Server, number},
@@ -37,9 +39,7 @@ async fn following_a_batch_job_shows_its_states_and_its_end() {
         format!("and the job is queued; `lockstep launch {id} --with slurm` starts agents for it again");
     assert!(output.contains(&next), "{output}");
     server.cli(&["cancel", &id]).ok();
-    // Slurm's folder is in the server's folder.
-    drop(slurm);
-    server.stop().await;
+    stop(slurm, server).await;
 }
 
 /// Four ranks, two on each of two nodes.
@@ -73,10 +73,10 @@ async fn after_losing_a_node_a_job_ends_on_a_third_with_the_same_weights() {
     assert_eq!(slurm.field("2", "%N"), "n[0,2]");
     let job = server.wait_for_success(&id).await;
     assert_eq!(job["attempt"], 2, "{job:#}");
-    let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
-    let begun = attempts["attempts"][1]["checkpoint"].as_str().unwrap_or_else(|| panic!("{attempts:#}"));
+    let attempts = server.attempts(&id).await;
+    let begun = attempts[1]["checkpoint"].as_str().unwrap_or_else(|| panic!("{attempts:#?}"));
     let begun: u64 = begun.rsplit('-').next().and_then(|step| step.parse().ok()).expect("a step");
-    assert!((LOST_AT - 20..STEPS).contains(&begun), "the newest checkpoint: {attempts:#}");
+    assert!((LOST_AT - 20..STEPS).contains(&begun), "the newest checkpoint: {attempts:#?}");
     let losses = server.points(&id, "loss").await;
     let last_step = losses.iter().filter(|p| p.attempt == 1).map(|p| p.step).max();
     assert!(
@@ -86,7 +86,5 @@ async fn after_losing_a_node_a_job_ends_on_a_third_with_the_same_weights() {
     assert!(server.last_model(&id).await == server.last_model(&undisturbed).await, "the same weights");
     assert_eq!(valid_agent_tokens(&server).await, 0, "the agents' tokens are revoked");
     slurm.start_node("n1");
-    // Slurm's folder is in the server's folder.
-    drop(slurm);
-    server.stop().await;
+    stop(slurm, server).await;
 }

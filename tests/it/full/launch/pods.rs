@@ -1,6 +1,6 @@
 //! Agents in the pods of a Kubernetes Job, with a simulated API server.
 
-use super::{batch::until_past_step, endless, server, short, submit, valid_agent_tokens};
+use super::{batch::until_past_step, endless, server, short, stop, submit, valid_agent_tokens};
 use crate::{
     cluster::{Kubernetes, command_lines, find_program},
     pages,
@@ -105,8 +105,7 @@ async fn two_pods_train_a_job_and_end_after_it() {
         assert_eq!((&owner["kind"], &owner["uid"]), (&json!("Job"), &job["metadata"]["uid"]), "{kind}");
     }
     assert_eq!(cluster.act("objects", json!({})).await["refused"], json!([]), "the role allows all requests");
-    drop(cluster);
-    server.stop().await;
+    stop(cluster, server).await;
 }
 
 /// Without the role, a launch is refused.
@@ -121,12 +120,12 @@ async fn the_role_for_launches_is_sufficient() {
     let id = submit(&server, &short("By a role")).await;
     let launch = || Finished::of(&mut cluster.launch(&server, &id, &["--namespace", "lockstep"]));
     launch().assert_fails(2, &["Kubernetes does not let you"]);
-    let done = cluster.run_line(&pages::line("docs/launchers.md", "kubectl "));
-    assert!(done.ok().contains("role.rbac.authorization.k8s.io/lockstep-launch created"), "{}", done.stdout);
+    cluster
+        .run_line(&pages::line("docs/launchers.md", "kubectl "))
+        .assert_prints(&["role.rbac.authorization.k8s.io/lockstep-launch created"]);
     launch().ok();
     server.wait_for_success(&id).await;
-    drop(cluster);
-    server.stop().await;
+    stop(cluster, server).await;
 }
 
 #[tokio::test]
@@ -172,8 +171,7 @@ async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
     let (status, output) = following.end();
     assert!(!status.success() && output.contains("the job is paused: Kubernetes' Job"), "{output}");
     assert_eq!(valid_agent_tokens(&server).await, 0, "the agents' tokens are revoked");
-    drop(cluster);
-    server.stop().await;
+    stop(cluster, server).await;
 }
 
 /// The step of the newest checkpoint on the server.
@@ -201,8 +199,7 @@ async fn a_second_launch_takes_over_the_pods_of_the_first() {
     cluster.until("all objects are gone", |all| all.is_empty()).await;
     following.end();
     assert_eq!(valid_agent_tokens(&server).await, 0, "the first launch's token is revoked");
-    drop(cluster);
-    server.stop().await;
+    stop(cluster, server).await;
 }
 
 #[test]

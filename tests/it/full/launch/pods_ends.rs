@@ -4,7 +4,7 @@ use super::{
     batch::until_past_step,
     endless,
     pods::{Following, newest_step, of_kind},
-    server, submit, valid_agent_tokens,
+    server, stop, submit, valid_agent_tokens,
 };
 use crate::{
     cluster::Kubernetes,
@@ -51,8 +51,7 @@ async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
     cluster.until("all objects are gone", |all| all.is_empty()).await;
     following.end();
     assert_eq!(valid_agent_tokens(&server).await, 0);
-    drop(cluster);
-    server.stop().await;
+    stop(cluster, server).await;
 }
 
 #[tokio::test]
@@ -72,8 +71,7 @@ async fn a_deleted_kubernetes_job_is_reported_after_the_server_returns() {
     assert!(!status.success() && output.contains("starts agents for it again"), "{output}");
     server.cli(&["cancel", &id]).ok();
     cluster.until("all objects are gone", |all| all.is_empty()).await;
-    drop(cluster);
-    server.stop().await;
+    stop(cluster, server).await;
 }
 
 #[tokio::test]
@@ -107,8 +105,7 @@ async fn only_tokens_of_the_job_s_own_agents_are_revoked() {
         all.find(|token| token["id"] == id).expect("the token")["revoked_at"].is_string()
     };
     assert_eq!([&own, &agent, &program].map(|id| is_revoked(id)), [true, false, false]);
-    drop(cluster);
-    server.stop().await;
+    stop(cluster, server).await;
 }
 
 #[tokio::test]
@@ -129,6 +126,5 @@ async fn a_partly_created_kubernetes_job_is_deleted_with_its_token() {
             server.job(&id).await["state"] == "running"
         })
         .await;
-    drop(cluster);
-    server.stop().await;
+    stop(cluster, server).await;
 }

@@ -4,7 +4,7 @@ use super::{
     batch::until_past_step,
     endless,
     pods::{Following, cancel},
-    server, submit, valid_agent_tokens,
+    server, stop, submit, valid_agent_tokens,
 };
 use crate::{
     cluster::{Kubernetes, kubernetes_rules},
@@ -66,8 +66,7 @@ async fn a_launch_continues_after_the_api_server_was_down_and_lost_its_history()
         "the killed pod counts as failed, the evicted pod does not: {job:#}"
     );
     cancel(&server, &cluster, &id, following).await;
-    drop(cluster);
-    server.stop().await;
+    stop(cluster, server).await;
 }
 
 #[tokio::test]
@@ -88,8 +87,7 @@ async fn an_api_server_whose_versions_expire_at_once_is_queried_less_and_less_of
     cluster.act("state", json!({"expired": false})).await;
     following.wait_for_output(&server, "1 of 1 pods are running").await;
     cancel(&server, &cluster, &id, following).await;
-    drop(cluster);
-    server.stop().await;
+    stop(cluster, server).await;
 }
 
 #[tokio::test]
@@ -132,8 +130,7 @@ async fn kueue_starts_queued_jobs_and_launches_say_why_pods_wait() {
         following.wait_for_output(&server, words).await;
         cancel(&server, &cluster, &id, following).await;
     }
-    drop(cluster);
-    server.stop().await;
+    stop(cluster, server).await;
 }
 
 #[tokio::test]
@@ -183,8 +180,7 @@ async fn errors_of_kubernetes_are_reported_and_nothing_is_left() {
     let cluster = Kubernetes::start_with(&server, &rules).await;
     assert_fails(&cluster, &[], &["does not let you", "launch-role.yaml"]);
     assert_eq!(valid_agent_tokens(&server).await, before, "no token was created");
-    drop(cluster);
-    server.stop().await;
+    stop(cluster, server).await;
 }
 
 /// Nothing reports the end of a dead node's pod to Kubernetes, unlike the end of an evicted pod.
@@ -203,12 +199,8 @@ async fn pods_of_a_dead_node_are_replaced_once_kubernetes_is_told() {
     cluster.act("node-dies", json!({"node": "node-1"})).await;
     following.wait_for_output(&server, "never happens on a lost node: if node-1 is").await;
     following.wait_for_output(&server, "kubectl taint nodes node-1 node.kubernetes.io/out-of-service").await;
-    let attempts = format!("/jobs/{id}/attempts");
-    server
-        .until("the attempt has ended", async |server: &Server| {
-            server.get(&attempts).await["attempts"][0]["ended_at"].is_string()
-        })
-        .await;
+    let has_ended = async |server: &Server| server.attempts(&id).await[0]["ended_at"].is_string();
+    server.until("the attempt has ended", has_ended).await;
     server
         .until("the job waits for slots", async |server: &Server| {
             server.get("/queue").await["jobs"][0]["reason"]["words"].to_string().contains("2 slots")
@@ -218,12 +210,11 @@ async fn pods_of_a_dead_node_are_replaced_once_kubernetes_is_told() {
     cluster.act("out-of-service", json!({"node": "node-1"})).await;
     let job = until_past_step(&server, &id, 2, step).await;
     assert_eq!(job["attempt"], 2, "{job:#}");
-    let all = server.get(&attempts).await;
-    assert!(all["attempts"][1]["checkpoint"].is_string(), "the job continues from a checkpoint: {all:#}");
+    let attempts = server.attempts(&id).await;
+    assert!(attempts[1]["checkpoint"].is_string(), "the job continues from a checkpoint: {attempts:#?}");
     assert_eq!(names().await.difference(&first_names).count(), 1, "one new pod");
     let job = cluster.objects("Job").await.remove(0);
     assert_eq!(job["status"]["failed"], 0, "{job:#}");
     cancel(&server, &cluster, &id, following).await;
-    drop(cluster);
-    server.stop().await;
+    stop(cluster, server).await;
 }

@@ -16,11 +16,11 @@ use std::{
 
 /// Minimum number of pictures of a dataset with an index. Reading fewer pictures takes little time.
 const MIN_PICTURES: usize = 1000;
-/// If the index lacks fewer pictures than this, they are read at each start, and the results are not stored.
+/// If the index lacks fewer pictures than this, the start of a job reads them each time and stores no results.
 const MIN_UNKNOWN: usize = 64;
 /// Maximum number of indexes kept for one path. Different folders that were at the path have different indexes.
 const MAX_INDEXES_PER_PATH: usize = 64;
-/// An index of another folder at the same path is removed if it was not used for longer than this.
+/// An index of another folder at the same path is removed after this time without use.
 const MAX_UNUSED: Duration = Duration::from_secs(30 * 24 * 3600);
 const DAY: Duration = Duration::from_secs(24 * 3600);
 /// A folder is trusted only if its last change is at least this old, in whole seconds. File systems store times with a granularity of
@@ -159,8 +159,8 @@ fn folder_key(dataset: &Path) -> Option<String> {
     Some(hex::encode(&key.finalize()[..8]))
 }
 
-/// Sets a file's modification time to now, unless it is less than a day old. By this time, [`remove_unused`] recognises unused
-/// indexes.
+/// Sets a file's modification time to now, unless it is less than a day old. [`remove_unused`] recognises unused indexes
+/// by this time.
 fn mark_used(file: &Path) {
     let is_old = |found: fs::Metadata| found.modified().is_ok_and(|t| t.elapsed().is_ok_and(|t| t > DAY));
     if fs::metadata(file).is_ok_and(is_old) {

@@ -1,7 +1,7 @@
 //! Makes batches: opens pictures, transforms them and puts them together.
 
 use super::{
-    mix::MixParams,
+    mixing::MixParams,
     on_device::{self, PartialPicture},
     part::Part,
     workers::{Scratch, Work, Workers},

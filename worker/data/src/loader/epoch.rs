@@ -4,8 +4,8 @@ use super::{
     DataSource,
     ahead::prepare_ahead,
     batch::{Batch, BatchBuilder},
-    broken::Broken,
     part::Part,
+    replaced::Broken,
     workers::Workers,
 };
 use crate::{

@@ -7,9 +7,10 @@
 //! micro-batch: the picture before its first picture. The parameters are drawn once per step, from (seed, epoch, the
 //! step's first position in the order of the epoch).
 
-use super::{Batch, Mix, MixParams};
+use super::Batch;
 use crate::random::Random;
 use lockstep_protocol::spec::TrainSpec;
+use std::ops::Range;
 
 /// Purpose number of the random stream (see `shard.rs` and `transform/params.rs` for others).
 const MIXING: u64 = 9;
@@ -28,6 +29,25 @@ impl From<&TrainSpec> for Mixing {
     fn from(spec: &TrainSpec) -> Self {
         Self { mixup: spec.mixup.into(), cutmix: spec.cutmix.into() }
     }
+}
+
+/// How the pictures of one step are mixed.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Mix {
+    /// The weight of the picture itself, from 0 to 1. With cutmix, the fraction of its remaining pixels.
+    pub lambda: f32,
+    /// With cutmix, the rows and columns that come from the other picture. `None` with mixup.
+    pub cut: Option<[Range<usize>; 2]>,
+}
+
+/// How an engine mixes the pictures of a batch in its memory: each picture with the previous picture of the batch.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MixParams {
+    pub mix: Mix,
+    /// The position in the split of the picture with which the first picture is mixed, as in `indices` of the batch.
+    pub previous_index: u64,
+    /// The augmentation parameters of this picture, as in `augment_params` of the batch.
+    pub previous_params: u32,
 }
 
 impl Mixing {

@@ -3,8 +3,8 @@
 use super::{
     DataSource, Mixing,
     batch::BatchFormat,
-    broken::Broken,
     part::{OpenSplit, Part, Pixels},
+    replaced::Broken,
     shape::Shape,
     splits::{self, common_size, normalisation, open_splits},
 };

@@ -1,6 +1,6 @@
 //! The pictures used for training or for validation, and how a picture is opened.
 
-use super::broken::Broken;
+use super::replaced::Broken;
 use crate::{
     DataError,
     listing::Listing,

@@ -150,7 +150,7 @@ fn decompressed_bytes(head: &[u8]) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::UnusableFile, *};
     use std::io::Write;
 
     /// The beginning of the header of a dictionary page (type 2) with this decompressed size in bytes.
@@ -203,7 +203,7 @@ mod tests {
                 Ok(())
             };
             assert!(read(1000).is_ok());
-            let message = super::super::UnusableFile::from(read(1001).unwrap_err()).detail;
+            let message = UnusableFile::from(read(1001).unwrap_err()).detail;
             assert!(
                 message.starts_with("has a page of 1001 bytes") && message.contains("at most 1000"),
                 "{message}"
@@ -224,7 +224,7 @@ mod tests {
                 pages(&content, is_indexed, is_gzip, max_bytes).get_bytes(0, content.len()).map(drop)
             };
             assert!(read(5000).is_ok());
-            let message = super::super::UnusableFile::from(read(4999).unwrap_err()).detail;
+            let message = UnusableFile::from(read(4999).unwrap_err()).detail;
             assert!(message.contains("has a page of 5000 bytes or more"), "{message}");
         }
         let twice = [&data[..], &data].concat();

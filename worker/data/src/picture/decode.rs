@@ -108,16 +108,11 @@ fn jpeg_header(bytes: &[u8]) -> Result<Header<'_>, String> {
 /// Why CPU cores decode the file.
 pub fn for_hardware(bytes: &[u8]) -> Result<Stored, CpuDecodeReason> {
     let frame = Frame::read(bytes)?;
-    let Frame { width, height, .. } = frame;
     let subsampling = frame.for_hardware()?;
     // Reading the header also checks that the file is complete.
     let header = Header::read(bytes).map_err(|_| CpuDecodeReason::Damaged)?;
     let orientation = header.orientation.to_exif();
-    let stored = Stored { width: header.width, height: header.height, orientation, subsampling };
-    if (stored.width, stored.height) != (width, height) {
-        return Err(CpuDecodeReason::Damaged);
-    }
-    Ok(stored)
+    Ok(Stored { width: frame.width, height: frame.height, orientation, subsampling })
 }
 
 /// The name of a format, such as `JPEG`.

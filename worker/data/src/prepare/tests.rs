@@ -6,6 +6,7 @@ use super::*;
 use crate::{
     Picture,
     loader::{DataSource, EpochPlan, replaced::too_many},
+    picture::{Area, Resize},
     test_catalog::{encode, listing, open},
 };
 use image::{ImageFormat, Rgb, RgbImage};
@@ -97,12 +98,7 @@ fn a_copy_is_read_like_its_source() {
             .map(|i| {
                 let picture = listing(original).picture(i).unwrap();
                 let mut pixels = vec![0; 30 * 20 * 3];
-                super::super::picture::Resize::default().run(
-                    picture.view(),
-                    super::super::picture::Area::Whole,
-                    (30, 20),
-                    &mut pixels,
-                );
+                Resize::default().run(picture.view(), Area::Whole, (30, 20), &mut pixels);
                 (original.labels[i], pixels)
             })
             .collect();

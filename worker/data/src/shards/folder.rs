@@ -82,11 +82,7 @@ pub(super) fn list_contents(kind: Kind, dir: &Path) -> Result<FolderContents, St
             found.shards.push(path);
         } else if is_compressed(&path) {
             found.compressed.push(path);
-        } else if path
-            .file_name()
-            .and_then(|n| n.to_str())
-            .is_some_and(|n| split_in_path(Path::new(n)).is_some())
-        {
+        } else if path.file_name().is_some_and(|name| split_in_path(Path::new(name)).is_some()) {
             let inside = match files::stat(&path) {
                 Ok(files::FileKind::Folder) => entries(&path),
                 // For example, a list of names.

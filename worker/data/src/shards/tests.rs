@@ -314,7 +314,7 @@ fn negative_labels_outside_the_training_split_mean_unlabelled() {
         assert_eq!((catalog.splits[1].labels.len(), catalog.unlabelled.len()), (1, 0));
         let message = broken(&catalog).join("\n");
         assert!(message.contains("test.tar/b.png has the label -1, which is not a class"), "{message}");
-        std::fs::remove_file(dir.path().join("test.tar")).unwrap();
+        fs::remove_file(dir.path().join("test.tar")).unwrap();
     }
     // Two classes whose names are negative numbers.
     shard("train.tar", [b"-1", b"1"]);

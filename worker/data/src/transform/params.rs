@@ -88,13 +88,11 @@ impl AugmentParams {
 fn draw_color_jitter(strengths: [f64; 4], random: &mut Random) -> Vec<Op> {
     let order = random.permutation(strengths.len());
     let mut ops = Vec::new();
-    let around_one =
-        |random: &mut Random, strength: f64| random.uniform((1.0 - strength).max(0.0), 1.0 + strength);
     for which in order {
         let strength = strengths[which as usize];
         let factor = match which {
             3 => random.uniform(-strength, strength),
-            _ => around_one(random, strength),
+            _ => random.uniform((1.0 - strength).max(0.0), 1.0 + strength),
         };
         if strength > 0.0 {
             ops.push(match which {

@@ -9,6 +9,7 @@ use lockstep_host::{cores, cpu_name, gpu::RankGpu};
 use lockstep_kernels::conv::Format;
 use lockstep_protocol::{
     agent::Slot,
+    numbers::plural,
     spec::{Device, JobSpec, Precision},
 };
 
@@ -37,8 +38,7 @@ impl Backend for Cpu {
         }
         let share = match cores / count {
             0 => format!("1/{} core", count.div_ceil(cores)),
-            1 => "1 core".to_owned(),
-            n => format!("{n} cores"),
+            n => plural(n.into(), "core"),
         };
         let name = format!("{share} of {}", cpu_name());
         let slot = |index| Slot {

@@ -67,8 +67,7 @@ impl Executor {
 
         if let FusedOp::Norm(Norm { name, norm, input, shortcut, relu, output, .. }) = &op {
             let parameters = self.parameter_indices(name);
-            let [gamma, beta] =
-                parameters.map(|s| &self.state.weights[self.layout.parameters[s].range.clone()]);
+            let [gamma, beta] = parameters.map(|index| self.layout.parameters[index].of(&self.state.weights));
             let affine = Affine { statistics: &self.current.statistics[*norm], gamma, beta };
             let x = &self.current.activations[*input][..len(*input)];
             let frozen = self.network.frozen_norm;
@@ -154,7 +153,7 @@ impl Executor {
             FusedOp::Gelu { bias, input, .. } => {
                 let parameter = bias.as_ref().map(|name| self.layout.index_of(&format!("{name}.bias")));
                 let values = match parameter {
-                    Some(parameter) => &self.state.weights[self.layout.parameters[parameter].range.clone()],
+                    Some(parameter) => self.layout.parameters[parameter].of(&self.state.weights),
                     None => &[0.0][..],
                 };
                 elementwise::gelu_backward(&self.current.activations[*input][..len(*input)], values, &mut dy);
@@ -178,7 +177,7 @@ impl Executor {
                 let parameter = self.layout.index_of(&format!("{name}.weight"));
                 if *needs_input_gradient {
                     let mut dx = self.pool.alloc(len(*input));
-                    let weight = &self.state.weights[self.layout.parameters[parameter].range.clone()];
+                    let weight = self.layout.parameters[parameter].of(&self.state.weights);
                     if pictures > 0 {
                         conv::backward_input(&shape, &dy, weight, &mut dx, &mut self.scratch);
                     }
@@ -223,7 +222,7 @@ impl Executor {
                 let outputs = sample.as_ref().map_or(shapes[*output].len(), |sample| sample.rows.len());
                 let mut dx = self.pool.alloc(len(*input));
                 let x = std::mem::take(&mut self.current.activations[*input]);
-                let weight = &self.state.weights[self.layout.parameters[parameters[0]].range.clone()];
+                let weight = self.layout.parameters[parameters[0]].of(&self.state.weights);
                 let rows = sample.as_ref().map(|sample| sample.copy_rows(weight, inputs));
                 let weight = rows.as_deref().unwrap_or(weight);
                 // With a margin, logits are cosines: features and weights are scaled to length 1.

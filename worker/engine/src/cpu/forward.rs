@@ -54,8 +54,7 @@ impl Executor {
         let y = &mut y[..pictures * shapes[op.output()].len()];
         let x = |tensor: TensorId| &self.current.activations[tensor][..count(tensor) * shapes[tensor].len()];
         let weight = |name: &str, suffix: &str| {
-            let parameter = self.layout.index_of(&format!("{name}.{suffix}"));
-            &self.state.weights[self.layout.parameters[parameter].range.clone()]
+            self.layout.parameter(&format!("{name}.{suffix}")).of(&self.state.weights)
         };
         match op {
             // A rank without pictures still takes part in the reduction of statistics.
@@ -150,18 +149,14 @@ impl Executor {
                 statistics
             }
         };
-        let weight = |suffix: &str| {
-            let parameter = self.layout.index_of(&format!("{name}.{suffix}"));
-            &self.state.weights[self.layout.parameters[parameter].range.clone()]
-        };
+        let weight =
+            |suffix: &str| self.layout.parameter(&format!("{name}.{suffix}")).of(&self.state.weights);
         let affine = Affine { statistics: &statistics, gamma: weight("weight"), beta: weight("bias") };
         batch_norm::forward(x(*input), affine, shortcut.map(|s| x(s.tensor)), *relu, y);
         self.current.statistics[*norm] = statistics;
         Ok(())
     }
-}
 
-impl Executor {
     /// Number of values of a channel of `tensor` in batch norm's statistics. Synchronised statistics are over `pictures`
     /// pictures of all ranks, other statistics over this rank's pictures.
     pub(super) fn statistics_count(&self, tensor: TensorId, pictures: f64) -> f64 {

@@ -38,9 +38,14 @@ pub(super) struct ParameterPlace {
 }
 
 impl ParameterPlace {
+    /// The parameter's values in the flat buffer.
+    pub(super) fn of<'a>(&self, flat: &'a [f32]) -> &'a [f32] {
+        &flat[self.range.clone()]
+    }
+
     /// Converts values from the engine's order to torchvision's.
     fn export(&self, flat: &[f32]) -> HostTensor {
-        let stored = &flat[self.range.clone()];
+        let stored = self.of(flat);
         let mut values = vec![0.0; stored.len()];
         match &self.conv {
             Some(shape) => conv::weight_to_oihw(shape, stored, &mut values),
@@ -146,6 +151,11 @@ impl Layout {
     /// Index of the parameter `name`, which must exist.
     pub(super) fn index_of(&self, name: &str) -> usize {
         self.by_name[name]
+    }
+
+    /// The place of the parameter `name`, which must exist.
+    pub(super) fn parameter(&self, name: &str) -> &ParameterPlace {
+        &self.parameters[self.index_of(name)]
     }
 
     /// Adds every parameter of the flat buffer to `tensors`, in torchvision's layout. With `optimizer_slot`, the buffer

@@ -136,11 +136,9 @@ impl Engine for CpuEngine {
         if let Some(reduced) = state.reduced_gradients() {
             layout.export(None, reduced, &mut tensors);
         }
-        layout
-            .parameters
-            .iter()
-            .filter(|parameter| parameter.is_frozen)
-            .for_each(|parameter| drop(tensors.remove(&parameter.name)));
+        for parameter in layout.parameters.iter().filter(|parameter| parameter.is_frozen) {
+            tensors.remove(&parameter.name);
+        }
         Ok(tensors)
     }
 
@@ -345,10 +343,7 @@ impl Engine for CpuEngine {
 
     fn device_name(&self) -> String {
         let format = if self.precision() == Precision::Bf16 { ", bf16" } else { "" };
-        match self.threads.current_num_threads() {
-            1 => format!("CPU, 1 thread{format}"),
-            n => format!("CPU, {n} threads{format}"),
-        }
+        format!("CPU, {}{format}", plural(self.threads.current_num_threads() as u64, "thread"))
     }
 }
 

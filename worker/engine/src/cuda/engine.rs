@@ -266,7 +266,7 @@ impl Engine for CudaEngine {
         Ok(self.program.state.write_statistics(&statistics)?)
     }
 
-    fn abandon(self: Box<Self>) {
+    fn leak(self: Box<Self>) {
         // Destructors would wait for the GPU, for NCCL and for each buffer; the driver frees everything at once when the
         // process ends. Collectives are not aborted: that would send garbage to ranks that still take part.
         std::mem::forget(self);

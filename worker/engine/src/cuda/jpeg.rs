@@ -17,10 +17,11 @@ use lockstep_data::{
     Picture,
     device::{CpuDecodeReason, DeviceDecoder, Encoded, ScaleTable, for_hardware},
 };
+use lockstep_host::lock;
 use pool::Pool;
 use std::{
     fmt,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 mod cropper;
@@ -262,7 +263,7 @@ impl Session {
                 croppings.push(Cropping::new(picture, planes, *number as u32, &mut tables));
                 address += planes_bytes(picture.stored) as u64;
             }
-            let submitting = submission.lock().unwrap_or_else(PoisonError::into_inner);
+            let submitting = lock(submission);
             self.state.decode(&decoded, stream.0)?;
             drop(submitting);
             self.cropper.run(device, kernels, &croppings, &tables).map_err(describe)?;

@@ -17,6 +17,7 @@ use cudarc::{driver::sys, nvrtc};
 use lockstep_host::{
     cache,
     gpu::libraries::{self, Library},
+    lock,
 };
 use sha2::{Digest, Sha256};
 use std::{
@@ -172,7 +173,7 @@ impl Kernels {
 
     /// A kernel, loaded on its first use, and its maximum dynamic shared memory per block in bytes.
     fn function(&self, name: &'static str) -> Result<(sys::CUfunction, u32), CudaError> {
-        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut functions = lock(&self.functions);
         if let Some(function) = functions.get(name) {
             return Ok(*function);
         }
@@ -268,7 +269,7 @@ fn compile_each(
     let compile_remaining = || {
         while let Some(&(capability, dtype)) = cases.get(next_case.fetch_add(1, Ordering::Relaxed)) {
             if let Err(error) = compile_one(capability, dtype) {
-                failures.lock().unwrap_or_else(PoisonError::into_inner).push(error);
+                lock(&failures).push(error);
             }
         }
     };

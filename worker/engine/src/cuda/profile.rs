@@ -5,7 +5,8 @@ use super::{
     device::{Event, Stream},
     error::CudaError,
 };
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use lockstep_host::lock;
+use std::sync::Mutex;
 
 /// A timed call.
 #[derive(Debug, Clone)]
@@ -35,17 +36,13 @@ struct ActiveProfile {
 pub(super) struct Profile(Mutex<Option<ActiveProfile>>);
 
 impl Profile {
-    fn lock(&self) -> MutexGuard<'_, Option<ActiveProfile>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Runs `call`, which launches work on `stream`, and times that work if profiling is on.
     pub(super) fn time<T, E: From<CudaError>>(
         &self,
         stream: Stream,
         call: impl FnOnce() -> Result<T, E>,
     ) -> Result<T, E> {
-        let mut profile = self.lock();
+        let mut profile = lock(&self.0);
         let Some(ActiveProfile { current_part, calls }) = profile.as_mut() else {
             drop(profile);
             return call();
@@ -60,19 +57,19 @@ impl Profile {
 
     /// Assigns the following calls to `part`.
     pub(super) fn begin_part(&self, part: Part) {
-        if let Some(profile) = self.lock().as_mut() {
+        if let Some(profile) = lock(&self.0).as_mut() {
             profile.current_part = part;
         }
     }
 
     /// Starts profiling.
     pub(super) fn begin(&self) {
-        *self.lock() = Some(ActiveProfile { current_part: Part::Begin, calls: Vec::new() });
+        *lock(&self.0) = Some(ActiveProfile { current_part: Part::Begin, calls: Vec::new() });
     }
 
     /// Stops profiling and returns the calls since [`Profile::begin`].
     pub(super) fn end(&self) -> Result<Vec<TimedCall>, CudaError> {
-        let calls = self.lock().take().map(|profile| profile.calls).unwrap_or_default();
+        let calls = lock(&self.0).take().map(|profile| profile.calls).unwrap_or_default();
         let read_time = |RecordedCall { part, begin, end }: RecordedCall| {
             Ok(TimedCall { part, millis: f64::from(begin.millis_to(&end)?) })
         };

@@ -448,8 +448,8 @@ fn read_as_float(from: &Buffer, offset: usize, dtype: DType, values: &mut [f32])
         DType::F16 => |bits| half::f16::from_bits(bits).to_f32(),
         DType::Bf16 => |bits| half::bf16::from_bits(bits).to_f32(),
     };
-    let mut halves = vec![0u16; values.len()];
-    from.read(offset, &mut halves)?;
-    values.iter_mut().zip(halves).for_each(|(value, bits)| *value = to_float(bits));
+    let mut stored = vec![0u16; values.len()];
+    from.read(offset, &mut stored)?;
+    values.iter_mut().zip(stored).for_each(|(value, bits)| *value = to_float(bits));
     Ok(())
 }

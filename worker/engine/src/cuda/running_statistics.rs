@@ -2,6 +2,7 @@
 
 use super::command::{Operand, Region};
 use crate::{fuse::Norm, net::Network};
+use std::ops::Range;
 
 /// Alignment, in values, of each mean and each variance.
 const STRIDE: usize = 64;
@@ -9,12 +10,12 @@ const STRIDE: usize = 64;
 /// The range of one batch norm.
 #[derive(Debug, Clone)]
 pub(super) struct RunningLayout {
-    pub(super) name: String,
+    name: String,
     /// Offset of the mean, in values.
-    pub(super) offset: usize,
-    pub(super) channels: usize,
+    offset: usize,
+    channels: usize,
     /// Number of values from the mean to the variance.
-    pub(super) stride: usize,
+    stride: usize,
     /// Whether a model group splits the channels.
     pub(super) is_split: bool,
 }
@@ -45,9 +46,19 @@ impl RunningLayout {
         end.next_multiple_of(4 * STRIDE)
     }
 
+    /// The values of mean and variance in the buffer.
+    fn ranges(&self) -> [Range<usize>; 2] {
+        [self.offset, self.offset + self.stride].map(|offset| offset..offset + self.channels)
+    }
+
     /// The operands of mean and variance.
     pub(super) fn operands(&self) -> [Operand; 2] {
-        [self.offset, self.offset + self.stride]
-            .map(|offset| Operand::new(Region::RunningStatistics, 4 * offset, 4 * self.channels))
+        self.ranges().map(|range| Operand::new(Region::RunningStatistics, 4 * range.start, 4 * range.len()))
+    }
+
+    /// The names of the tensors of mean and variance, and their values in the buffer.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = (String, Range<usize>)> {
+        let names = ["running_mean", "running_var"].map(|suffix| format!("{}.{suffix}", self.name));
+        names.into_iter().zip(self.ranges())
     }
 }

@@ -169,9 +169,9 @@ impl State {
         let mut weights = vec![0f32; self.layout.len];
         let (planar, others) = weights.split_at_mut(self.planar_len);
         let piece_len = self.layout.piece_len();
-        let mut halves = vec![0u16; if planar.is_empty() { 0 } else { 2 * piece_len }];
+        let mut both_planes = vec![0u16; if planar.is_empty() { 0 } else { 2 * piece_len }];
         for (number, piece) in planar.chunks_mut(piece_len).enumerate() {
-            let (nearest, differences) = halves[..2 * piece.len()].split_at_mut(piece.len());
+            let (nearest, differences) = both_planes[..2 * piece.len()].split_at_mut(piece.len());
             self.weights.read(2 * number * piece_len, nearest)?;
             self.weights.read(2 * (self.planar_len + number * piece_len), differences)?;
             from_planes(nearest, differences, piece);
@@ -186,11 +186,11 @@ impl State {
         if at >= self.planar_len {
             return self.weights.write_at(4 * at, weights);
         }
-        let halves: &mut [u16] = staging.values();
-        let piece_len = halves.len() / 2;
+        let both_planes: &mut [u16] = staging.values();
+        let piece_len = both_planes.len() / 2;
         for (number, piece) in weights.chunks(piece_len).enumerate() {
             let at = at + number * piece_len;
-            let (nearest, differences) = halves[..2 * piece.len()].split_at_mut(piece.len());
+            let (nearest, differences) = both_planes[..2 * piece.len()].split_at_mut(piece.len());
             to_planes(piece, nearest, differences);
             self.weights.write_at(2 * at, nearest)?;
             self.weights.write_at(2 * (self.planar_len + at), differences)?;
@@ -207,12 +207,9 @@ impl State {
         let mut all = NamedTensors::new();
         self.layout.export(None, weights, &mut all);
         let running_values = read_floats(running)?;
-        for norm in &self.running_layouts {
-            for (suffix, at) in [("running_mean", norm.offset), ("running_var", norm.offset + norm.stride)] {
-                let values = running_values[at..at + norm.channels].to_vec();
-                let tensor = HostTensor { shape: vec![norm.channels], values };
-                all.insert(format!("{}.{suffix}", norm.name), tensor);
-            }
+        for (name, range) in self.running_layouts.iter().flat_map(RunningLayout::tensors) {
+            let values = running_values[range].to_vec();
+            all.insert(name, HostTensor { shape: vec![values.len()], values });
         }
         Ok(all)
     }
@@ -234,11 +231,8 @@ impl State {
     /// The running statistics of `values`, in the order of the GPU's buffer.
     fn statistics_of(&self, values: &dyn TensorSource) -> Vec<f32> {
         let mut statistics = vec![0f32; self.running_values.bytes / 4];
-        for norm in &self.running_layouts {
-            for (suffix, at) in [("running_mean", norm.offset), ("running_var", norm.offset + norm.stride)] {
-                let target = &mut statistics[at..at + norm.channels];
-                values.read(&format!("{}.{suffix}", norm.name), 0, target);
-            }
+        for (name, range) in self.running_layouts.iter().flat_map(RunningLayout::tensors) {
+            values.read(&name, 0, &mut statistics[range]);
         }
         statistics
     }

@@ -10,10 +10,13 @@ use super::{
     kernels::Kernels,
 };
 use lockstep_comm::nccl;
-use lockstep_host::gpu::libraries::{self, Library};
+use lockstep_host::{
+    gpu::libraries::{self, Library},
+    lock,
+};
 use std::{
     mem,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::Mutex,
     thread::{self, JoinHandle},
 };
 
@@ -49,13 +52,9 @@ impl EarlyParts {
 
 static EARLY_PARTS: Mutex<EarlyParts> = Mutex::new(EarlyParts::Nothing);
 
-fn lock_early_parts() -> MutexGuard<'static, EarlyParts> {
-    EARLY_PARTS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Starts to open GPU `ordinal` for a job of `ranks` ranks. `dtype` is the format in which the job computes; `None` if no job is known yet.
 pub(super) fn start_opening(ordinal: i32, ranks: u32, dtype: Option<DType>) {
-    let mut early_parts = lock_early_parts();
+    let mut early_parts = lock(&EARLY_PARTS);
     let earlier = mem::replace(&mut *early_parts, EarlyParts::Nothing);
     let open = move || -> Result<GpuParts, CudaError> {
         libraries::check_loadable(&[Library::Driver, Library::Cudnn]).map_err(CudaError::Missing)?;
@@ -81,13 +80,13 @@ pub(super) fn start_opening(ordinal: i32, ranks: u32, dtype: Option<DType>) {
 /// Opens GPU `ordinal` and makes it current on the calling thread. Takes the parts that were opened in advance, and opens the rest.
 pub(super) fn open(ordinal: i32, dtype: DType) -> Result<GpuParts, CudaError> {
     // The lock is released before the wait for the thread.
-    let earlier = mem::replace(&mut *lock_early_parts(), EarlyParts::Nothing);
+    let earlier = mem::replace(&mut *lock(&EARLY_PARTS), EarlyParts::Nothing);
     open_missing(earlier.wait(), ordinal, dtype)
 }
 
 /// Whether the GPU can be used: it was opened, and has not been reset since then. True while it is being opened.
 pub(super) fn is_sound() -> bool {
-    let mut early_parts = lock_early_parts();
+    let mut early_parts = lock(&EARLY_PARTS);
     if matches!(&*early_parts, EarlyParts::Opening(thread) if !thread.is_finished()) {
         return true;
     }

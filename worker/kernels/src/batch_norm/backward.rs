@@ -203,28 +203,8 @@ pub fn backward_input(x: &[f32], affine: Affine<'_>, sums: &[f64], count: f64, g
     let tiling = Tiling::new(affine.gamma.len());
     let slopes = Slopes::new(affine, tiling, sums, count);
     let chunk = tiling.chunk();
-    dx.par_chunks_mut(chunk)
-        .zip(g.par_chunks(chunk).zip(x.par_chunks(chunk)))
-        .for_each(|(dx, (g, x))| tiled!(tiling, input_chunk(tiling, &slopes, x, g, dx)));
-}
-
-#[inline(always)]
-fn input_chunk<const W: usize>(tiling: Tiling, s: &Slopes, x: &[f32], g: &[f32], dx: &mut [f32]) {
-    let stride = tiling.stride;
-    for ((x, g), dx) in x.chunks(stride).zip(g.chunks(stride)).zip(dx.chunks_mut(stride)) {
-        let whole = x.len() / W * W;
-        for block in (0..whole).step_by(W) {
-            let (mean, scale) = (load::<W>(&s.lanes.mean, block), load::<W>(&s.lanes.scale, block));
-            let (offset, slope) = (load::<W>(&s.offset, block), load::<W>(&s.slope, block));
-            let (x, g) = (load::<W>(x, block), load::<W>(g, block));
-            let dx = &mut dx[block..block + W];
-            for i in 0..W {
-                dx[i] = scale[i] * (g[i] - offset[i] - slope[i] * (x[i] - mean[i]));
-            }
-        }
-        for i in whole..x.len() {
-            let centred = x[i] - s.lanes.mean[i];
-            dx[i] = s.lanes.scale[i] * (g[i] - s.offset[i] - s.slope[i] * centred);
-        }
-    }
+    dx.par_chunks_mut(chunk).zip(g.par_chunks(chunk).zip(x.par_chunks(chunk))).for_each(|(dx, (g, x))| {
+        dx.copy_from_slice(g);
+        tiled!(tiling, in_place_chunk(tiling, &slopes, x, dx, |_| true));
+    });
 }

@@ -263,13 +263,15 @@ fn errors_for_folders_without_a_dataset_give_advice() {
         ),
         (&["a", "b", "c", "d", "e", "f", "g"], "; it has a, b, c, d, e and 2 more"),
     ] {
-        let dir = TempDir::new().expect("a folder");
+        // The advice also depends on the neighbours of the folder, which has none here.
+        let parent = TempDir::new().expect("a folder");
+        let folder = parent.path().join("pictures");
         for file in files {
-            let file = dir.path().join(file);
+            let file = folder.join(file);
             fs::create_dir_all(file.parent().expect("a folder")).expect("a folder");
             fs::write(file, "").expect("writes");
         }
-        let message = inspect(dir.path()).expect_err("no dataset").to_string();
+        let message = inspect(&folder).expect_err("no dataset").to_string();
         assert_contains(&message, &["holds no known dataset", advice]);
         assert!(!message.contains("ln -s"), "training would use the validation pictures: {message}");
     }

@@ -1,5 +1,6 @@
 //! A fair pool: several threads share a few objects, and get them in the order of their requests.
 
+use lockstep_host::lock;
 use std::{
     ops::{Deref, DerefMut},
     sync::{Condvar, Mutex, MutexGuard, PoisonError},
@@ -27,17 +28,13 @@ impl<T> Pool<T> {
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State<T>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn wait<'a>(&self, state: MutexGuard<'a, State<T>>) -> MutexGuard<'a, State<T>> {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for a free object after all earlier requests have been served. `None` if the pool is closed.
     pub(super) fn take(&self) -> Option<Borrowed<'_, T>> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let number = state.request_count;
         state.request_count += 1;
         loop {
@@ -59,7 +56,7 @@ impl<T> Pool<T> {
 
     /// Closes the pool, waits until all objects are returned, and drops them.
     pub(super) fn close(&self) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.is_closed = true;
         self.changed.notify_all();
         while state.in_use > 0 {
@@ -91,7 +88,7 @@ impl<T> DerefMut for Borrowed<'_, T> {
 
 impl<T> Drop for Borrowed<'_, T> {
     fn drop(&mut self) {
-        let mut state = self.pool.lock();
+        let mut state = lock(&self.pool.state);
         state.free.extend(self.object.take());
         state.in_use -= 1;
         self.pool.changed.notify_all();
@@ -117,7 +114,7 @@ mod tests {
                     drop(taken);
                 });
                 // Wait until this request is queued before the next one starts.
-                while pool.lock().request_count <= number {
+                while lock(&pool.state).request_count <= number {
                     thread::yield_now();
                 }
             }
@@ -132,7 +129,7 @@ mod tests {
         thread::scope(|scope| {
             let taken = pool.take().unwrap();
             let waiting = scope.spawn(|| pool.take().is_none());
-            while pool.lock().request_count < 2 {
+            while lock(&pool.state).request_count < 2 {
                 thread::yield_now();
             }
             let closing = scope.spawn(|| pool.close());
@@ -142,6 +139,6 @@ mod tests {
             drop(taken);
             closing.join().unwrap();
         });
-        assert!(pool.take().is_none() && pool.lock().free.is_empty());
+        assert!(pool.take().is_none() && lock(&pool.state).free.is_empty());
     }
 }

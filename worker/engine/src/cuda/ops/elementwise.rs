@@ -71,9 +71,9 @@ impl Ops {
         self.elementwise("gelu_backward", [x, dy], dx, length)
     }
 
-    /// sum = a + b.
-    pub(in crate::cuda) fn add_forward(&self, [a, b, sum]: [Operand; 3], length: u64) -> Kernel {
-        self.elementwise("add_forward", [a, b], sum, length)
+    /// sum = a + b. `sum` may be the memory of `a`.
+    pub(in crate::cuda) fn add(&self, [a, b, sum]: [Operand; 3], length: u64) -> Kernel {
+        self.elementwise("add", [a, b], sum, length)
     }
 
     /// Rounds: to (T) = from (float32).

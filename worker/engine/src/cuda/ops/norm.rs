@@ -62,9 +62,9 @@ pub(in crate::cuda) enum Reduce {
     /// The kernel stores the sums, float32 `[2, C]`, in `sums` and ends; `norm_finish` or `norm_backward_finish`
     /// continues from there.
     StoreSums { sums: Operand },
-    /// The kernel sums over ranks through peer memory (`peers.cu`). `peers` is `struct Peers` in device memory. `at` is this site's byte
+    /// The kernel sums over ranks through peer memory (`peers.cu`). `peers` is `struct Peers` in device memory. `at` is this batch norm's byte
     /// offset in every rank's exchange buffer, where it has 2 copies x ranks x 2 C values of 8 bytes. `sequence` is `u32 [2 C]`. Buffers
-    /// and sequences are zero at first and are never reset. The forward and the backward pass of a site may share them. All ranks must
+    /// and sequences are zero at first and are never reset. The forward and the backward pass of a batch norm may share them. All ranks must
     /// launch the same shapes.
     Exchange { peers: Operand, at: u64, sequence: Operand },
 }

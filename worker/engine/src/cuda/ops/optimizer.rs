@@ -217,12 +217,6 @@ impl Ops {
         kernel("accumulate_gradients", self.per_item(length / 8, 8), args)
     }
 
-    /// to (T) += added (T): two gradients of one activation; `length` values, a multiple of 8.
-    pub(in crate::cuda) fn add(&self, to: Operand, added: Operand, length: u64) -> Kernel {
-        let args = [Arg::InOut(to), Arg::In(added), Arg::U64(length)];
-        kernel("add", self.per_item(length / 8, 8), args)
-    }
-
     /// average = decay average + (1 - decay) values; `length` float32 values. Does nothing if the number of finished steps is not `steps`.
     pub(in crate::cuda) fn average(
         &self,

@@ -264,6 +264,13 @@ impl<'a> GraphEmitter<'a> {
         y
     }
 
+    /// Allocates the memory of a gradient of `tensor` that the current operation computes.
+    fn alloc_gradient(&mut self, tensor: TensorId) -> Allocation {
+        let dx = self.alloc(tensor, Content::Gradient);
+        self.gradients[tensor].push(Gradient::Whole(dx));
+        dx
+    }
+
     /// Exchanges messages with other ranks of `group`.
     fn exchange(&mut self, group: Group, sends: Messages, receives: Messages, dtype: DType) {
         self.commands.push(Command::Exchange { stream: StreamId::Main, group, sends, receives, dtype });
@@ -271,7 +278,7 @@ impl<'a> GraphEmitter<'a> {
 
     /// Bytes of a tensor of the whole batch.
     fn tensor_bytes(&self, tensor: TensorId) -> usize {
-        self.plan.picture_count(tensor) * self.plan.values_per_picture(tensor) * self.plan.dtype.size()
+        self.plan.values(tensor) * self.plan.dtype.size()
     }
 
     /// Frees an allocation. If it has two owners, each of them must call this function.

@@ -280,6 +280,11 @@ impl StepPlan {
         Some(Convolution { out_c: sampled.capacity / sampled.chunk_count, ..convolution })
     }
 
+    /// Number of values of a tensor of the whole batch in memory, including padding.
+    pub(super) fn values(&self, tensor: TensorId) -> usize {
+        self.picture_count(tensor) * self.values_per_picture(tensor)
+    }
+
     /// Number of values per picture in memory, including padding.
     pub(super) fn values_per_picture(&self, tensor: TensorId) -> usize {
         let shape = self.network.tensors[tensor];

@@ -11,7 +11,7 @@ pub(in crate::cuda) struct NormForward {
     pub(in crate::cuda) y: Operand,
     pub(in crate::cuda) shortcut: Shortcut,
     pub(in crate::cuda) has_relu: bool,
-    /// One bit per value: bit k of byte `[row, group]` is y > 0 of channel 8 * group + k. May be absent.
+    /// One bit per value: bit k of byte `[row, group]` is set if `y` of channel 8 * group + k is positive. May be absent.
     pub(in crate::cuda) mask: Operand,
     pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) shape: Shape,

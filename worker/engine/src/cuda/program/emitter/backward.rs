@@ -89,14 +89,13 @@ impl<'a> GraphEmitter<'a> {
         if dgrad_in_norm {
             self.gradients[input].push(Gradient::ThroughConv { dy, weights: w, outputs: convolution.out_c });
         } else if !reads_pictures(op) {
-            let dx = self.alloc(input, Content::Gradient);
+            let dx = self.alloc_gradient(input);
             let dgrad = Convolution { direction: Direction::Input, ..convolution };
             self.convolve(StreamId::Main, dgrad, Tensors { x: dx.operand(), w, y, channel_sums });
             if is_head {
                 let size = [convolution.batch, convolution.in_c];
                 self.remove_along(StreamId::Main, x.operand(), dx.operand(), size);
             }
-            self.gradients[input].push(Gradient::Whole(dx));
         }
         // With `dgrad_in_norm`, `norm_backward` still reads `dy`, and frees it.
         let mut used = if dgrad_in_norm { Vec::new() } else { vec![dy] };
@@ -250,8 +249,7 @@ impl<'a> GraphEmitter<'a> {
     ) {
         let ops = self.facts.ops;
         if !added.is_none() {
-            let values = self.plan.picture_count(node.output) * self.plan.values_per_picture(node.output);
-            self.push(ops.add(dy, added, values as u64));
+            self.push(ops.add([dy, added, dy], self.plan.values(node.output) as u64));
         }
         let backward = ops::NormBackward {
             x: x.operand(),

@@ -73,11 +73,10 @@ impl GraphEmitter<'_> {
         input: TensorId,
         output: TensorId,
     ) -> Result<(), EngineError> {
-        let (dy, dx) = (self.gradient(output)?, self.alloc(input, Content::Gradient));
+        let (dy, dx) = (self.gradient(output)?, self.alloc_gradient(input));
         let placements = [output, input].map(|tensor| self.plan.network.placement(tensor).of_gradient());
         self.redistribute([output, input], placements, [dy, dx]);
         self.free(dy);
-        self.gradients[input].push(Gradient::Whole(dx));
         Ok(())
     }
 

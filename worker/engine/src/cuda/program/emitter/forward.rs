@@ -99,26 +99,24 @@ impl<'a> GraphEmitter<'a> {
                 let (x, y) = (self.activation(*input)?, self.alloc_activation(*output));
                 let shape = self.shape(*input);
                 self.push(self.facts.ops.global_average(x.operand(), y.operand(), shape));
-                // The backward pass does not read the input.
-                if trains && self.remaining_readers[*input] == 0 && self.plan.is_read_once(*input) {
-                    self.drop_activation(*input);
-                }
             }
             FusedOp::Relu { .. } | FusedOp::Gelu { .. } | FusedOp::Add { .. } | FusedOp::MaxPool { .. } => {
                 self.plain_forward(op, trains)?;
             }
-            FusedOp::Redistribute { input, output } => {
-                self.redistribute_forward(*input, *output)?;
-                if trains && self.remaining_readers[*input] == 0 && self.plan.is_read_once(*input) {
-                    self.drop_activation(*input);
-                }
-            }
+            FusedOp::Redistribute { input, output } => self.redistribute_forward(*input, *output)?,
             FusedOp::Halo { input, output, lowest } => self.halo_forward(*input, *output, *lowest)?,
             FusedOp::MeanOfRows { input, output } => self.mean_of_rows_forward(*input, *output)?,
         }
         if !trains {
             op.reads().into_iter().for_each(|tensor| self.note_read_in_evaluation(tensor));
             return Ok(());
+        }
+        // The backward pass of these operations does not read the input.
+        if let FusedOp::GlobalAveragePool { input, .. } | FusedOp::Redistribute { input, .. } = *op
+            && self.remaining_readers[input] == 0
+            && self.plan.is_read_once(input)
+        {
+            self.drop_activation(input);
         }
         if matches!(op, FusedOp::Norm(_) | FusedOp::Redistribute { .. }) {
             self.clear_padding(op.output(), self.activations[op.output()]);
@@ -176,7 +174,7 @@ impl<'a> GraphEmitter<'a> {
             return Ok(());
         }
         let y = self.alloc_activation(node.output);
-        let values = self.plan.picture_count(node.output) * self.plan.values_per_picture(node.output);
+        let values = self.plan.values(node.output);
         // Without a shortcut, the backward pass recomputes the ReLU's mask.
         let mask = if node.pooled {
             Some(self.alloc_bytes(values, Content::Argmax(node.norm)))
@@ -264,7 +262,7 @@ impl<'a> GraphEmitter<'a> {
             return Ok(());
         }
         if trains && node.shortcut.is_some() {
-            let values = self.plan.picture_count(node.output) * self.plan.values_per_picture(node.output);
+            let values = self.plan.values(node.output);
             self.masks[node.norm] = Some(self.alloc_bytes(values / 8, Content::ReluMask(node.norm)));
         }
         let norm = self.norm(node, x, y.operand(), optional(self.masks[node.norm]))?;

@@ -25,7 +25,7 @@ impl GraphEmitter<'_> {
             self.gradients[logits].push(Gradient::Whole(allocation));
             return Ok(());
         }
-        let gradient = self.alloc(logits, Content::Gradient);
+        let gradient = self.alloc_gradient(logits);
         let loss = self.cross_entropy(allocation);
         let loss = ops::CrossEntropy {
             dlogits: gradient.operand(),
@@ -42,7 +42,6 @@ impl GraphEmitter<'_> {
         self.push(self.facts.ops.cross_entropy(loss));
         self.convert_cosine_gradient(gradient.operand());
         self.drop_activation(logits);
-        self.gradients[logits].push(Gradient::Whole(gradient));
         Ok(())
     }
 

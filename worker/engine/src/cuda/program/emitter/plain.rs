@@ -23,7 +23,7 @@ impl<'a> GraphEmitter<'a> {
             }
             FusedOp::Add { branch, shortcut, .. } => {
                 let (a, b) = (self.activation(branch)?, self.activation(shortcut)?);
-                self.push(ops.add_forward([a, b, y].map(Allocation::operand), length));
+                self.push(ops.add([a, b, y].map(Allocation::operand), length));
             }
             FusedOp::MaxPool { input, .. } => {
                 let x = self.activation(input)?;
@@ -49,14 +49,13 @@ impl<'a> GraphEmitter<'a> {
         match *op {
             FusedOp::Relu { input, .. } => {
                 let y = self.activation(output)?;
-                let dx = self.alloc(input, Content::Gradient);
+                let dx = self.alloc_gradient(input);
                 self.push(ops.relu_backward([y, dy, dx].map(Allocation::operand), self.length(input)));
                 self.remaining_readers[output] -= 1;
-                self.gradients[input].push(Gradient::Whole(dx));
             }
             FusedOp::Gelu { ref bias, input, .. } => {
                 let x = self.activation(input)?;
-                let dx = self.alloc(input, Content::Gradient);
+                let dx = self.alloc_gradient(input);
                 self.push(ops.gelu_backward([x, dy, dx].map(Allocation::operand), self.length(input)));
                 if let Some(name) = bias {
                     let dbias = self.facts.layout.vector_gradient(name, "bias");
@@ -65,7 +64,6 @@ impl<'a> GraphEmitter<'a> {
                     }
                 }
                 self.remaining_readers[input] -= 1;
-                self.gradients[input].push(Gradient::Whole(dx));
             }
             FusedOp::Add { branch, shortcut, .. } => {
                 // The gradient of the sum is the gradient of both operands.
@@ -75,17 +73,15 @@ impl<'a> GraphEmitter<'a> {
                 return Ok(());
             }
             FusedOp::MaxPool { input, .. } => {
-                let dx = self.alloc(input, Content::Gradient);
+                let dx = self.alloc_gradient(input);
                 let argmax = self.argmax[output].take();
                 let operands = [dy.operand(), optional(argmax), dx.operand()];
                 self.push(ops.plain_max_pool_backward(operands, self.plain_pool(op)));
                 argmax.into_iter().for_each(|at| self.free_now(at));
-                self.gradients[input].push(Gradient::Whole(dx));
             }
             FusedOp::GlobalAveragePool { input, .. } => {
-                let dx = self.alloc(input, Content::Gradient);
+                let dx = self.alloc_gradient(input);
                 self.push(ops.global_average_backward(dy.operand(), dx.operand(), self.shape(input)));
-                self.gradients[input].push(Gradient::Whole(dx));
             }
             _ => {}
         }
@@ -138,7 +134,7 @@ impl<'a> GraphEmitter<'a> {
         for gradient in incoming {
             let new_sum = self.alloc(tensor, Content::Gradient);
             let operands = [sum, gradient, new_sum].map(Allocation::operand);
-            self.push(self.facts.ops.add_forward(operands, self.length(tensor)));
+            self.push(self.facts.ops.add(operands, self.length(tensor)));
             self.free(sum);
             self.free(gradient);
             sum = new_sum;
@@ -148,7 +144,7 @@ impl<'a> GraphEmitter<'a> {
 
     /// Number of values of a tensor of the whole batch.
     fn length(&self, tensor: TensorId) -> u64 {
-        (self.plan.picture_count(tensor) * self.plan.values_per_picture(tensor)) as u64
+        self.plan.values(tensor) as u64
     }
 
     fn plain_pool(&self, op: &FusedOp) -> ops::PlainPool {

@@ -106,7 +106,7 @@ impl<'a> GraphEmitter<'a> {
     /// The gradient of this rank's rows: the sum of the gradients from this rank's windows and from other ranks' windows.
     pub(super) fn halo_backward(&mut self, input: TensorId, output: TensorId) -> Result<(), EngineError> {
         let batch = self.plan.batch;
-        let (from, to) = (self.gradient(output)?, self.alloc(input, Content::Gradient));
+        let (from, to) = (self.gradient(output)?, self.alloc_gradient(input));
         let (dy, dx, halo) = (self.lines(output, from)?, self.lines(input, to)?, self.halo(input, output)?);
         self.take_rows(&dy, &dx, 0.0);
         let (mut sends, mut receives, mut parts) = (Vec::new(), Vec::new(), Vec::new());
@@ -134,7 +134,6 @@ impl<'a> GraphEmitter<'a> {
             self.free_now(part.at);
         }
         self.free(from);
-        self.gradients[input].push(Gradient::Whole(to));
         Ok(())
     }
 
@@ -159,13 +158,12 @@ impl<'a> GraphEmitter<'a> {
         input: TensorId,
         output: TensorId,
     ) -> Result<(), EngineError> {
-        let (dy, dx) = (self.gradient(output)?, self.alloc(input, Content::Gradient));
+        let (dy, dx) = (self.gradient(output)?, self.alloc_gradient(input));
         let ranks = self.plan.network.rows(self.plan.network.input()).map_or(1, |rows| rows.of_rank.len());
         let factor = self.plan.network.share_of_rows(input) * ranks as f32;
         let values = (self.plan.batch * self.plan.values_per_picture(input)) as u64;
         self.push(self.facts.ops.scale_values([dy, dx].map(Allocation::operand), values, factor));
         self.free(dy);
-        self.gradients[input].push(Gradient::Whole(dx));
         Ok(())
     }
 

@@ -47,7 +47,7 @@ impl GraphEmitter<'_> {
         // Allocated before the fork. Otherwise the side stream could write to memory that the main stream frees after the fork.
         let sampled_gradient = self.alloc_sampled_gradient();
         self.fork();
-        let dx = self.alloc(input, Content::Gradient);
+        let dx = self.alloc_gradient(input);
         let [bytes, ..] = convolution.bytes();
         let parts =
             (chunk_count > 1).then(|| self.alloc_bytes(chunk_count * bytes, Content::Gradient(input)));
@@ -64,7 +64,6 @@ impl GraphEmitter<'_> {
         }
         let size = [convolution.batch, convolution.in_c];
         self.remove_along(StreamId::Main, x.operand(), dx.operand(), size);
-        self.gradients[input].push(Gradient::Whole(dx));
 
         // Only the head reads the gathered features.
         (self.remaining_readers[input], self.activations[input]) = (0, None);

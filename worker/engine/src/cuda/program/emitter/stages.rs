@@ -40,10 +40,9 @@ impl GraphEmitter<'_> {
     /// Receives the gradient of the stage's output from the next stage.
     pub(super) fn receive_gradient(&mut self) {
         let (output, from) = (self.stage_output(), self.plan.network.stage().0 + 1);
-        let dy = self.alloc(output, Content::Gradient);
+        let dy = self.alloc_gradient(output);
         let receives = vec![(from as u32, self.values_at(output, dy))];
         self.exchange(Group::Stage, Vec::new(), receives, self.plan.dtype);
-        self.gradients[output].push(Gradient::Whole(dy));
     }
 
     /// Keeps the gradient of the stage's input for the preceding stage, if there is one. Copies it into

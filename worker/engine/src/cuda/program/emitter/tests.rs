@@ -454,12 +454,13 @@ fn check_plan(dtype: DType) {
     assert_eq!(text.len(), expected.len(), "{} has another plan", path.display());
 }
 
+/// The error for a network that GPUs do not compute.
+fn refused(network: impl Into<Arc<Network>>) -> String {
+    StepPlan::new(network.into(), 8, DType::F32, capabilities(false)).unwrap_err().to_string()
+}
+
 #[test]
 fn errors_for_unsupported_networks_name_the_layer() {
-    let refused = |network: Network| {
-        let plan = StepPlan::new(Arc::new(network), 8, DType::F32, capabilities(false));
-        plan.unwrap_err().to_string()
-    };
     let mut net = Network::new("headless", 8, 3, 8);
     let x = net.conv("conv1", net.input(), 8, 3, 1);
     net.global_average_pool(x);

@@ -242,7 +242,7 @@ fn activations_and_gradients_change_their_placement() {
                     })
                     .collect();
                 // Not simulated: gradients of pictures, which do not exist, and lists that also add a shortcut.
-                let adds = |c: &&Command| matches!(c, Command::Kernel { kernel, .. } if kernel.name == "add_forward");
+                let adds = |c: &&Command| matches!(c, Command::Kernel { kernel, .. } if kernel.name == "add");
                 if matches!(part, Part::Backward(_)) && network.is_pictures(input)
                     || lists[0].iter().any(adds)
                 {
@@ -299,17 +299,13 @@ fn activations_and_gradients_change_their_placement() {
 #[test]
 fn splits_that_gpus_do_not_compute_are_refused_with_what_to_do() {
     let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
-    let refused = |network: &Network| {
-        let plan = StepPlan::new(Arc::new(network.clone()), 8, DType::F32, capabilities(false));
-        plan.unwrap_err().to_string()
-    };
     let narrow = build(Arch::ResNet20, Stem::Cifar, 32, 10);
-    let error = refused(&part(&narrow, [1, 1, 4], 0, &[("layer1.0.conv1", Out)]));
+    let error = refused(part(&narrow, [1, 1, 4], 0, &[("layer1.0.conv1", Out)]));
     assert!(error.contains("layer1.0.conv1 is split") && error.contains("while a rank has 4"), "{error}");
     let split = part(&network, [1, 1, 2], 0, &[("layer4.0.conv1", Out)]);
-    let error = refused(&Network { frozen_norm: true, ..Network::clone(&split) });
+    let error = refused(Network { frozen_norm: true, ..Network::clone(&split) });
     assert!(error.contains("layer4.0.conv1 is split") && error.contains("model.freeze_norm"), "{error}");
-    let error = refused(&part(&network, [1, 2, 2], 0, &[("fc", In)]));
+    let error = refused(part(&network, [1, 2, 2], 0, &[("fc", In)]));
     assert!(error.contains("fc is split") && error.contains("parallel.height"), "{error}");
     // The split of the last layer over its classes is that of a plan without strategies.
     let mesh = [1, 1, 2];

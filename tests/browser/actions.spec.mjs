@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
-import { Browser, TestServer, inFull, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, until } from "./test-server.mjs";
 
 let server, browser, finished;
 before(async () => {
@@ -17,7 +17,7 @@ const annotations = async () => (await server.ask("/annotations")).jobs;
 
 describe("a job as text", () => {
   test("pasted as TOML or JSON fills the form, and its errors are shown while typing", async () => {
-    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
+    const page = await browser.page(server, "/jobs/new", { expectedErrors: [/422/] });
     const area = page.getByLabel("Specification");
     assert.match(await area.inputValue(), /^name = /, "the text shows the form's job file");
     await area.fill('name = "pasted"\nproject = "vision"\nnotes = "one\\ntwo"\n[model]\narch = "resnet32"\n[data]\ndataset = "fashion-mnist"\nmean = [0.25]\n[train]\nepochs = 3\nlr = 0.07\n');
@@ -97,7 +97,7 @@ describe("jobs", () => {
     await until("both end", async () => (await Promise.all(jobs.map((j) => server.job(j.id)))).every((j) => j.state === "cancelled"));
     await until("the selection is cleared", async () => (await page.locator("#rows [data-f=choose]:checked").count()) === 0);
     await until("the page shows both as cancelled", async () => (await page.locator("#rows tr").allTextContents()).every((row) => row.includes("cancelled")));
-    // Selects both and opens the dialog again until it is about both.
+    // Repeats selecting both jobs and opening the dialog until the dialog offers to delete 2 jobs.
     await until("both are offered for deletion", async () => {
       await page.locator("#choose-all").setChecked(false);
       await page.locator("#choose-all").setChecked(true);
@@ -115,7 +115,7 @@ describe("jobs", () => {
 
   test("have notes, tags and a project, which are stored and shown on open pages", async () => {
     const { id } = finished[0], list = await browser.page(server, "/jobs"), otherPage = await list.tab(`/jobs/${id}?tab=notes`);
-    const page = await browser.page(server, `/jobs/${id}?tab=notes`, { expected: [/422/] }), notes = page.locator("#note");
+    const page = await browser.page(server, `/jobs/${id}?tab=notes`, { expectedErrors: [/422/] }), notes = page.locator("#note");
     // Each page has read the current values and is live.
     for (const open of [page, otherPage]) await until("the page is live", async () => (await open.locator("#live").textContent()) === "live" && (await open.locator("#project").inputValue()) === "default");
     await until("the job is listed", () => list.locator(`tr[data-id="${id}"]`).isVisible());
@@ -175,7 +175,7 @@ describe("Compare", () => {
 });
 
 describe("machines", () => {
-  inFull("start no new jobs while they are drained", async () => {
+  testInFullRun("start no new jobs while they are drained", async () => {
     const page = await browser.page(server, "/machines");
     await page.getByRole("button", { name: "Drain", exact: true }).click();
     await until("the machine is drained", () => page.getByText("drained", { exact: true }).isVisible());
@@ -191,7 +191,7 @@ describe("machines", () => {
 describe("a run", () => {
   test("is paused and resumed, and is forked from its checkpoint with another learning rate", async () => {
     const { id } = await server.submit({ name: "paused", train: { steps: 100_000 } });
-    const page = await browser.page(server, `/jobs/${id}`, { expected: [/422/] }), state = () => page.locator("#state").textContent();
+    const page = await browser.page(server, `/jobs/${id}`, { expectedErrors: [/422/] }), state = () => page.locator("#state").textContent();
     await until("the job trains", async () => (await server.job(id)).step > 5);
     await page.getByRole("button", { name: "Pause", exact: true }).click();
     await until("the job is paused", async () => (await state()) === "paused");
@@ -227,7 +227,7 @@ describe("a run", () => {
 });
 
 describe("on a job's page,", () => {
-  inFull("the log stops following its end when it is scrolled up, and follows again after Newest", async () => {
+  testInFullRun("the log stops following its end when it is scrolled up, and follows again after Newest", async () => {
     const { id } = await server.submit({ name: "talks on", train: { steps: 100_000 } });
     const page = await browser.page(server, `/jobs/${id}`), lines = page.locator("#log-lines p[data-at]");
     const box = page.locator("#log-lines"), newest = page.getByRole("button", { name: "Newest", exact: true }), last = () => lines.last().getAttribute("data-at");

@@ -24,7 +24,9 @@ async fn webhooks_are_added_tested_and_removed_by_command() {
     let listed = server.cli(&["webhook", "list"]);
     assert!(listed.ok().contains(" failed: "), "{}", listed.stdout);
     server.cli(&["webhook", "remove", words[0]]).ok();
-    server.cli(&["webhook", "remove", words[0]]).assert_usage_error(&["no webhook has this id"]);
+    server
+        .cli(&["webhook", "remove", words[0]])
+        .assert_usage_error(&["no webhook has this id; `lockstep webhook list` shows"]);
     server.cli(&["webhook", "remove", "../people"]).assert_usage_error(&["no webhook has this id"]);
     server.stop().await;
 }

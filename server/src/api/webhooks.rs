@@ -97,7 +97,9 @@ const DELIVERIES: List<Delivery> = List {
 
 async fn find(webhooks: &Webhooks, id: &str) -> Result<WebhookRow> {
     let found = webhooks.store.webhooks().await?.into_iter().find(|row| row.webhook.id == id);
-    found.ok_or_else(|| Error::NotFound("no webhook has this id".into()))
+    found.ok_or_else(|| {
+        Error::NotFound("no webhook has this id; `lockstep webhook list` shows all webhooks".into())
+    })
 }
 
 /// Parses the URL of a webhook whose messages have this form.

@@ -236,6 +236,17 @@ async fn only_paused_ranks_end_the_attempt_as_stopped() {
             ending => assert!(!has_paused && reason(ending).contains("was stopped at step"), "{script}"),
         }
     }
+    // If no agent ran when ranks ended, their last records tell how they ended.
+    for (status, expected) in [("finished", Ending::Succeeded { step: 9 }), ("paused", Ending::Stopped)] {
+        let fixture = self::fixture(2, "exit 0");
+        for rank in 0..2 {
+            let report = RankReport { status: status.into(), step: 9, ..RankReport::default() };
+            fixture.record(rank, &[AttemptEvent::Rank { rank, report }]);
+            fs::write(rank_file(&fixture.stored.attempt_dir(), rank, "json"), "{}").unwrap();
+        }
+        let adopted = fixture.adopt();
+        assert_eq!(fixture.wait_for_end(&adopted).await, expected);
+    }
 }
 
 #[tokio::test]
@@ -334,17 +345,6 @@ async fn an_agent_that_ended_before_it_started_ranks_is_reported() {
         reason(fixture.wait_for_end(&adopted).await),
         "rank 0 ended at step 0 while its agent was not running"
     );
-    // The last records of ranks tell that their training is complete, or has paused at a rung of its sweep.
-    for (status, expected) in [("finished", Ending::Succeeded { step: 9 }), ("paused", Ending::Stopped)] {
-        let fixture = self::fixture(2, "exit 0");
-        for rank in 0..2 {
-            let report = RankReport { status: status.into(), step: 9, ..RankReport::default() };
-            fixture.record(rank, &[AttemptEvent::Rank { rank, report }]);
-            fs::write(rank_file(&fixture.stored.attempt_dir(), rank, "json"), "{}").unwrap();
-        }
-        let adopted = fixture.adopt();
-        assert_eq!(fixture.wait_for_end(&adopted).await, expected);
-    }
 }
 
 #[tokio::test]

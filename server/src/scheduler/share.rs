@@ -1,6 +1,5 @@
 //! Fair share: the order in which jobs of one priority are considered. The job whose owner or project has the fewest slots in use comes
-//! first. Among owners or projects with equally many slots, the one whose newest attempt started longest ago comes first, then the one with the
-//! oldest job.
+//! first. Of several such owners or projects, the one whose newest attempt started longest ago comes first, then the one with the oldest job.
 
 use crate::{config::FairShare, store::ShareUse};
 use lockstep_protocol::job::Job;

@@ -161,7 +161,7 @@ pub trait Store {
     async fn waiting_jobs(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)>;
     /// The version of every job that waits for slots, by job.
     async fn waiting_versions(&self) -> Result<HashMap<JobId, WaitingVersion>>;
-    /// For each owner or project: the number of slots in use, over jobs with an attempt that may write, and the newest of the last 100 attempts.
+    /// The use of slots by each owner or project: the slots of jobs with an attempt that may write, and the newest of the last 100 attempts.
     async fn slots_of_shares(&self, fair_share: FairShare) -> Result<HashMap<String, ShareUse>>;
     /// All unfinished jobs.
     async fn unfinished_jobs(&self) -> Result<Vec<Job>>;

@@ -233,7 +233,7 @@ fn errors_say_what_is_allowed() {
             "parallel",
             "device = \"cpu\"\nmode = \"hybrid\"\nmodel = 2\npipeline = 4\nranks = 12",
             "pipeline",
-            &["model x height x pipeline = 2 x 1 x 4", "such as 3"],
+            &["pipeline x height x model = 4 x 1 x 2", "such as 3"],
         ),
         (
             "train",

@@ -41,6 +41,8 @@ pub(super) struct RunPlan {
     evaluate_every_epochs: u64,
     checkpoint_every_epochs: u64,
     checkpoint_every_steps: u64,
+    /// A warning about free memory, for the log.
+    memory_warning: Option<String>,
 }
 
 impl RunPlan {

@@ -416,7 +416,19 @@ impl Api {
     }
 
     async fn send(&self, request: RequestBuilder) -> anyhow::Result<Response> {
-        let response = request.send().await.map_err(|error| self.request_error(&error))?;
+        let (client, request) = request.build_split();
+        let request = request.map_err(|error| self.request_error(&error))?;
+        let is_change = request.method() != Method::GET;
+        let response = client.execute(request).await.map_err(|error| {
+            let failure = self.request_error(&error);
+            if !is_change || error.is_connect() {
+                return failure;
+            }
+            anyhow!(
+                "{failure}; the connection broke before the response, so it is unknown whether the server has carried out the request: \
+                 look at its effect before you repeat it"
+            )
+        })?;
         if response.status().is_success() { Ok(response) } else { Err(self.read_problem(response).await) }
     }
 

@@ -126,8 +126,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     if !ranks.is_multiple_of(parallel_pipeline * parallel_model * parallel_height) {
         return Err(usage_error(format!(
-            "--ranks {ranks}: not divisible by pipeline x model x height = \
-             {parallel_pipeline} x {parallel_model} x {parallel_height}"
+            "--ranks {ranks}: not divisible by pipeline x height x model = \
+             {parallel_pipeline} x {parallel_height} x {parallel_model}"
         )));
     }
     if on_gpus && parallel_pipeline > 1 && (parallel_model * parallel_height > 1 || optimizer_sharding) {

@@ -89,7 +89,13 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
     if let Location::Sqlite(database) = &location
         && database.try_exists().is_ok_and(|exists| !exists)
     {
-        return Err(usage_error(file::missing_path_message(database)));
+        let mut message = file::missing_path_message(database);
+        let DatabaseArgs { data_dir, database: named, .. } = &args.database_args;
+        if named.is_none() && data_dir.join("server.lock").exists() {
+            message += ": the server of this data directory uses another database, such as Postgres; name it with --database or \
+                        LOCKSTEP_DATABASE";
+        }
+        return Err(usage_error(message));
     }
     if let Location::Sqlite(database) = &location
         && is_file_of(database, &args.output)

@@ -40,9 +40,12 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
             api.get::<NetworkDescription>(&format!("{path}/network")).await?.plan
         };
         let plan = plan.map(|plan| ("plan".to_owned(), describe_plan(&plan)));
+        let last_ranks = attempts.last().and_then(|attempt| attempt.ranks);
         let attempts =
             attempts.iter().map(|attempt| describe_attempt(attempt, job.ranks, job.reason.as_deref()));
-        for (key, value) in describe_job(&job, &checkpoints).into_iter().chain(plan).chain(attempts) {
+        for (key, value) in
+            describe_job(&job, &checkpoints, last_ranks).into_iter().chain(plan).chain(attempts)
+        {
             output::line(format_args!("{key:<19} {value}"))?;
         }
         let settings = match &job.external {
@@ -96,7 +99,8 @@ fn describe_attempt(attempt: &AttemptRow, job_ranks: u32, reason_of_job: Option<
         text += &format!("; it began from checkpoint {checkpoint}");
     }
     if let Some(ranks) = attempt.ranks.filter(|ranks| (1..job_ranks).contains(ranks)) {
-        text += &format!("; it had {ranks} of {job_ranks} ranks");
+        let has = if ["starting", "running"].contains(&&*attempt.state) { "has" } else { "had" };
+        text += &format!("; it {has} {ranks} of {job_ranks} ranks");
     }
     (format!("attempt {}", attempt.attempt), text)
 }
@@ -111,7 +115,7 @@ fn describe_plan(plan: &PlanDescription) -> String {
     [Some(plan.words.clone()), predicted, measured, why, advice].into_iter().flatten().collect()
 }
 
-fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {
+fn describe_job(job: &Job, checkpoints: &[CheckpointInfo], last_ranks: Option<u32>) -> Vec<(String, String)> {
     let percent = |value: f64| format!("{:.2} %", value * 100.0);
     let state = match &job.reason {
         Some(reason) => format!("{}: {reason}", job.state_in_words()),
@@ -124,7 +128,9 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
         let reason = reason.map(|words| format!(": {words}")).unwrap_or_default();
         format!("place {}{reason}", queue.place)
     });
-    let fewer = Some(job.rank_count_now()).filter(|ranks| *ranks < job.ranks);
+    // A job that has ended had the ranks of its last attempt.
+    let ranks = last_ranks.filter(|_| job.state.is_final()).unwrap_or_else(|| job.rank_count_now());
+    let fewer = Some(ranks).filter(|ranks| (1..job.ranks).contains(ranks));
     let spec = fewer.map_or_else(|| job.spec.clone(), |ranks| job.spec.clone().on_ranks(ranks));
     let ranks = match fewer {
         _ if job.external.is_some() => "none (run from elsewhere)".into(),
@@ -182,7 +188,13 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, Strin
         ("created", Some(job.created_at.to_string())),
         ("started", job.started_at.map(|t| t.to_string())),
         ("finished", job.finished_at.map(|t| t.to_string())),
-        ("ran", job.ran_secs.map(|secs| format!("{secs:.0} s, without pauses and waiting"))),
+        (
+            "ran",
+            job.ran_secs.map(|secs| {
+                let without = if job.state.is_active() { ", without the running attempt" } else { "" };
+                format!("{secs:.0} s, without pauses and waiting{without}")
+            }),
+        ),
     ];
     let mut lines: Vec<_> = lines.into_iter().filter_map(|(key, value)| Some((key, value?))).collect();
     if job.external.is_some() {
@@ -223,6 +235,7 @@ mod tests {
         let response = json!({"attempts": [
             {"attempt": 1, "state": "hibernating", "reason": null, "checkpoint": null, "step": 41, "ranks": 4, "moons": 2},
             {"attempt": "two"},
+            {"attempt": 2, "state": "running", "reason": null, "checkpoint": null, "ranks": 4},
             {"attempt": 3, "state": "failed", "reason": {"code": "eclipse", "words": "too dark"}, "checkpoint": "j-1-40"},
         ]});
         let attempts: Vec<AttemptRow> = parse_list(&response, "attempts").unwrap();
@@ -230,10 +243,11 @@ mod tests {
         let line = |number: u32, text: &str| (format!("attempt {number}"), text.to_owned());
         let expected = [
             line(1, "hibernating at step 41; it had 4 of 8 ranks"),
+            line(2, "running; it has 4 of 8 ranks"),
             line(3, "failed: too dark; it began from checkpoint j-1-40"),
         ];
         assert_eq!(lines, expected);
-        let repeated = describe_attempt(&attempts[1], 8, Some("too dark"));
+        let repeated = describe_attempt(&attempts[2], 8, Some("too dark"));
         assert_eq!(repeated, line(3, "failed; it began from checkpoint j-1-40"));
     }
 }

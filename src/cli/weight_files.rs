@@ -168,8 +168,8 @@ pub(super) fn join(folder: &Path, weights: Weights, target: &Path) -> anyhow::Re
     if !folder.is_dir() {
         return Err(usage_error(format!("{} is not the folder of a checkpoint", folder.display())));
     }
-    let files =
-        checkpoint::model_files(&weights_path(folder, weights)).map_err(|e| usage_error(e.to_string()))?;
+    let files = checkpoint::model_files(&weights_path(folder, weights))
+        .map_err(|e| usage_error(format!("{e}{}", checkpoint::name_others(folder))))?;
     if weights == Weights::Ema && !files.iter().all(|file| file.exists()) {
         let detail = "this checkpoint has no averaged weights: leave --weights out";
         return Err(usage_error(format!("{}: {detail}", folder.display())));

@@ -48,7 +48,8 @@ export function drawMesh(list, plan) {
     });
     return make("li", {}, ...head, make("div", { className: "mesh-copies" }, ...groups));
   }));
-  const words = [stageRanksPerCopy > 1 ? "Ranks in one frame share pictures or layers" : "Each rank has pictures of its own"];
+  const own = pipeline > 1 ? "Ranks of one stage have different pictures, and each stage has the same pictures" : "Each rank has pictures of its own";
+  const words = [stageRanksPerCopy > 1 ? "Ranks in one frame share pictures or layers" : own];
   if (height > 1) words.push("the filled height is a rank's share of the rows");
   if (model > 1) words.push("the filled width is a rank's share of the split layers");
   if (copies < data) words.push(`${count(copies)} of ${count(data)} copies are drawn`);

@@ -80,6 +80,10 @@ async fn a_database_of_a_newer_version_is_neither_changed_nor_backed_up() {
     let mut missing = lockstep();
     Finished::of(missing.args(["backup", "-o", "backup", "--data-dir", "nope"]))
         .assert_usage_error(&["nope/lockstep.db does not exist"]);
+    let with_postgres = tempfile::tempdir().expect("a folder");
+    fs::write(with_postgres.path().join("server.lock"), "").expect("the lock");
+    Finished::of(lockstep().args(["backup", "-o", "backup", "--data-dir"]).arg(with_postgres.path()))
+        .assert_usage_error(&["such as Postgres", "LOCKSTEP_DATABASE"]);
     let before = fs::read(data.join("lockstep.db")).expect("the database");
     serve(&format!("127.0.0.1:{}", free_port()), &data)
         .assert_usage_error(&["newer version", "99990101000000"]);

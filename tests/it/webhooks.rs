@@ -23,7 +23,9 @@ async fn webhooks_are_added_tested_and_removed_by_command() {
     assert!(tested.stderr.contains("--webhooks-allow-private"), "{}", tested.stderr);
     server.cli(&["webhook", "list"]).assert_prints(&[" failed: "]);
     server.cli(&["webhook", "remove", words[0]]).ok();
-    server.cli(&["webhook", "remove", words[0]]).assert_usage_error(&["no webhook has this id"]);
+    server
+        .cli(&["webhook", "remove", words[0]])
+        .assert_usage_error(&["no webhook has this id; `lockstep webhook list` shows"]);
     server.cli(&["webhook", "remove", "../people"]).assert_usage_error(&["no webhook has this id"]);
     server.stop().await;
 }

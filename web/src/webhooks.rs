@@ -28,6 +28,8 @@ pub struct DeliveryLine {
     pub event: String,
     /// The job's id; empty for a test message.
     pub job: String,
+    /// The job's name at the time of the message.
+    pub job_name: String,
     /// The message's state: `waiting`, `delivered` or `failed`.
     pub state: &'static str,
     /// Number of attempts so far.

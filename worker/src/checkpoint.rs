@@ -16,7 +16,8 @@ mod writer;
 
 pub use files::{complete_parts, temporary_folder, write, write_part};
 pub use folders::{
-    folder_name, is_being_written, list, newest, parse_folder_name, remove, remove_leftovers, set_aside,
+    folder_name, is_being_written, list, name_others, newest, parse_folder_name, remove, remove_leftovers,
+    set_aside,
 };
 pub use manifest::{Files, Manifest, ManifestFile, validate};
 pub(crate) use own_disk::{OWN_DISK_NOTE, OwnDiskNote};

@@ -98,7 +98,7 @@ pub struct LogLine {
 /// since its last report.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RankReport {
-    /// One of `starting`, `training`, `evaluating`, `checkpointing`, `finished`, `stopped` and `failed`.
+    /// One of `starting`, `training`, `evaluating`, `checkpointing`, `finished`, `paused`, `stopped` and `failed`.
     pub status: String,
     pub step: u64,
     pub epoch: u32,

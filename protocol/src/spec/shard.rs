@@ -271,7 +271,7 @@ pub(super) fn check_combinations(spec: &JobSpec, errors: &mut Mistakes<'_>) {
         errors.add(
             "/parallel/height",
             format!(
-                "{all_ranks} cannot be divided into groups of model x height = {model} x {height}: give a height such as \
+                "{all_ranks} cannot be divided into groups of height x model = {height} x {model}: give a height such as \
                  {near}{or_more}"
             ),
         );
@@ -281,7 +281,7 @@ pub(super) fn check_combinations(spec: &JobSpec, errors: &mut Mistakes<'_>) {
         errors.add(
             "/parallel/pipeline",
             format!(
-                "{all_ranks} cannot be divided into groups of model x height x pipeline = {model} x {height} x {pipeline}: give a pipeline \
+                "{all_ranks} cannot be divided into groups of pipeline x height x model = {pipeline} x {height} x {model}: give a pipeline \
                  such as {near}{or_more}"
             ),
         );

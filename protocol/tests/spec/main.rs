@@ -233,7 +233,7 @@ fn the_error_of_a_wrong_value_says_which_values_are_allowed() {
             "parallel",
             "device = \"cpu\"\nmode = \"hybrid\"\nmodel = 2\npipeline = 4\nranks = 12",
             "pipeline",
-            &["model x height x pipeline = 2 x 1 x 4", "such as 3"],
+            &["pipeline x height x model = 4 x 1 x 2", "such as 3"],
         ),
         (
             "train",

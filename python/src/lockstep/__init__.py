@@ -7,6 +7,7 @@ run of this program to the server, as in `wandb`.
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from . import session, values
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     run: Run | None
     config: values.Config
     summary: values.Summary
+    __version__: str
 else:
 
     def __getattr__(name: str) -> Any:
@@ -41,6 +43,8 @@ else:
             return session.current()
         if name in ("config", "summary"):
             return getattr(session.active(), name)
+        if name == "__version__":
+            return importlib.metadata.version("lockstep")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

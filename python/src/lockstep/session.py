@@ -82,7 +82,7 @@ def _begin(sender: Sender, may_begin_later: bool) -> tuple[Json, bool] | None:
                 raise LockstepError(
                     f"run {sender.id} has no folder here, and the server cannot tell whether the run exists: {error}. "
                     'Leave out id, or give mode="offline" if the run is new'
-                ) from error
+                ) from None
         time.sleep(SEND_SECS)
 
 

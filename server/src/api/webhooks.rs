@@ -14,6 +14,7 @@ use axum::{Form, response::Redirect};
 use lockstep_protocol::labels::project_mistake;
 use lockstep_web::webhooks as views;
 use reqwest::Url;
+use serde_json::Value;
 
 /// Maximum number of webhooks.
 const MAX_WEBHOOKS: usize = 50;
@@ -97,7 +98,9 @@ const DELIVERIES: List<Delivery> = List {
 
 async fn find(webhooks: &Webhooks, id: &str) -> Result<WebhookRow> {
     let found = webhooks.store.webhooks().await?.into_iter().find(|row| row.webhook.id == id);
-    found.ok_or_else(|| Error::NotFound("no webhook has this id".into()))
+    found.ok_or_else(|| {
+        Error::NotFound("no webhook has this id; `lockstep webhook list` shows all webhooks".into())
+    })
 }
 
 /// Parses the URL of a webhook whose messages have this form.
@@ -316,10 +319,12 @@ async fn page(
 
 fn delivery_line(delivery: Delivery) -> views::DeliveryLine {
     let error = delivery.attempts.last().and_then(|attempt| attempt.error.clone());
+    let payload: Value = serde_json::from_str(&delivery.payload).unwrap_or_default();
     views::DeliveryLine {
         at: delivery.created_at,
         event: delivery.event,
         job: delivery.job.unwrap_or_default(),
+        job_name: payload["data"]["name"].as_str().unwrap_or("job").into(),
         attempts: delivery.attempts.len(),
         state: match (&error, delivery.next_at) {
             (_, Some(_)) => "waiting",

@@ -21,7 +21,7 @@ use crate::{
     config::{FairShare, ServeConfig},
     datasets::Datasets,
     events::Events,
-    store::{AgentRow, JobRow, Occupant, Store},
+    store::{AgentRow, JobRow, Occupant, ShareUse, Store},
     util::tasks::Tasks,
 };
 use jiff::Timestamp;
@@ -122,8 +122,8 @@ pub(crate) struct Snapshot {
     /// The names of paused sweeps, by id.
     pub(crate) paused_sweeps: HashMap<String, String>,
     pub(crate) fair_share: FairShare,
-    /// Slots in use by owner or project, as `fair_share` says.
-    pub(crate) slots_of_shares: HashMap<String, u64>,
+    /// The use of slots by owner or project, as `fair_share` says.
+    pub(crate) slots_of_shares: HashMap<String, ShareUse>,
     /// Whether jobs must wait for a checkpoint, by job and the agent of rank 0, which reads it. `None`: the job need not wait.
     pub(crate) checkpoint_waits: HashMap<(JobId, String), Option<Wait>>,
 }

@@ -151,7 +151,8 @@ fn random_case(seed: u64) -> (Snapshot, Plan) {
         }
     }
     let mut snapshot = Snapshot { yielding_jobs: yielding, ..snapshot(agents, waiting) };
-    snapshot.slots_of_shares = HashMap::from([("a".to_owned(), random.below(9).into())]);
+    snapshot.slots_of_shares =
+        HashMap::from([("a".to_owned(), ShareUse { slots: random.below(9).into(), newest_start: 1 })]);
     loop {
         let plan = plan(&snapshot);
         if plan.unknown_checkpoints.is_empty() {
@@ -287,18 +288,23 @@ fn the_share_with_the_fewest_slots_gets_the_next_one() {
             row.job.project = random.one_of(&["a", "b", "c"]).into();
         }
         let mut snapshot = snapshot(vec![agent("a", &["cpu"; 8], |_| {})], waiting);
-        let shares = ["a", "b", "c"].map(|share| (share.to_owned(), u64::from(random.below(6))));
+        let shares = ["a", "b", "c"].map(|share| {
+            let (slots, newest_start) = (random.below(6).into(), random.below(4).into());
+            (share.to_owned(), ShareUse { slots, newest_start })
+        });
         snapshot.slots_of_shares = shares.into_iter().collect();
         let mut in_use = snapshot.slots_of_shares.clone();
         let plan = plan(&snapshot);
         let mut waiting = snapshot.waiting.clone();
         for start in &plan.starts {
             let fewest = waiting.iter().map(|row| in_use[&row.job.project]).min().unwrap();
-            // The oldest job of the shares with the fewest slots.
+            // The oldest job of the shares with the fewest slots, and of these the share that started a job longest ago.
             let index = waiting.iter().position(|row| in_use[&row.job.project] == fewest).unwrap();
             let expected = waiting.remove(index);
             assert_eq!(start.row.job.id, expected.job.id, "seed {seed}");
-            *in_use.get_mut(&expected.job.project).unwrap() += 1;
+            let newest_start = in_use.values().map(|share| share.newest_start).max().unwrap() + 1;
+            let share = in_use.get_mut(&expected.job.project).unwrap();
+            *share = ShareUse { slots: share.slots + 1, newest_start };
         }
         assert_eq!(plan.starts.len(), snapshot.waiting.len().min(8), "seed {seed}");
     }

@@ -158,8 +158,8 @@ pub trait Store {
     async fn waiting_jobs(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)>;
     /// The fingerprint of every job that waits for slots, by job.
     async fn waiting_fingerprints(&self) -> Result<HashMap<JobId, WaitingFingerprint>>;
-    /// The number of slots in use by each owner or project, over jobs with an attempt that may write.
-    async fn slots_of_shares(&self, fair_share: FairShare) -> Result<HashMap<String, u64>>;
+    /// The use of slots by each owner or project: the slots of jobs with an attempt that may write, and the newest of the last 100 attempts.
+    async fn slots_of_shares(&self, fair_share: FairShare) -> Result<HashMap<String, ShareUse>>;
     /// All unfinished jobs.
     async fn unfinished_jobs(&self) -> Result<Vec<Job>>;
     /// Applies changes to jobs in order, all or none. Several changes may be for one job. Returns `None` for a job that does not exist.

@@ -78,6 +78,17 @@ const STATEMENT_TIMEOUTS: [(&str, &str); 2] = [("statement_timeout", "60s"), ("l
 /// Time limit for getting the advisory lock. The session of a server that was just killed may take a moment to end.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// Describes an error of a connection. sqlx's text of an error of Postgres ends with a line of Postgres' own source.
+fn describe(error: &sqlx::Error) -> String {
+    match error.as_database_error() {
+        Some(error) if error.code().as_deref() == Some("3D000") => {
+            format!("{}; create it first (`createdb`), or name another database", error.message())
+        }
+        Some(error) => error.message().to_owned(),
+        None => error.to_string(),
+    }
+}
+
 impl PostgresStore {
     /// Connects to a database and brings its tables up to date.
     ///
@@ -87,7 +98,7 @@ impl PostgresStore {
     pub async fn open(url: &str) -> Result<Self, ServeError> {
         let name = Location::Postgres(url.to_owned()).to_string();
         let failed =
-            |error: sqlx::Error| ServeError::Database { path: name.clone(), detail: error.to_string() };
+            |error: sqlx::Error| ServeError::Database { path: name.clone(), detail: describe(&error) };
         let options = options(url)?;
         // A single connection first, because its errors name the cause, while a pool only reports a timeout.
         let mut first = PgConnection::connect_with(&options).await.map_err(failed)?;

@@ -157,3 +157,12 @@ pub struct Counts {
     /// Size of the database in bytes.
     pub database_bytes: u64,
 }
+
+/// The use of slots by an owner or a project. In fair share, the smallest value comes first.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ShareUse {
+    /// Number of slots in use.
+    pub slots: u64,
+    /// Number of the newest fencing token; 0 if none of the last 100 attempts belongs to the owner or project.
+    pub newest_start: u64,
+}

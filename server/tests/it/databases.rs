@@ -47,7 +47,7 @@ async fn postgres_start_errors_name_the_cause_but_no_password() {
     let mut nowhere = config(&dir);
     nowhere.database = Some(url.replace("lockstep@", "lockstep:secret@").replace("/test", "/missing"));
     let message = start_error(nowhere).await.to_string();
-    assert!(message.contains("does not exist") && !message.contains("secret"), "{message}");
+    assert!(message.contains("does not exist; create it first") && !message.contains("secret"), "{message}");
 
     let dir = TestServer::with(|c| c.database = Some(url.clone())).await.stop().await;
     let mut db = PgConnection::connect(&url).await.unwrap();

@@ -26,10 +26,10 @@ async fn wait_for_order(server: &TestServer, jobs: &[&Job]) {
     .await;
 }
 
-/// Ends an attempt, and returns the job that starts next.
-async fn end_and_start_next(agent: &mut Agent, attempt: &AttemptRef) -> JobId {
+/// Ends an attempt, and returns the attempt that starts next.
+async fn end_and_start_next(agent: &mut Agent, attempt: &AttemptRef) -> AttemptRef {
     agent.end(attempt, Ending::Succeeded { step: 1 }).await;
-    agent.expect_start().await.attempt.job
+    agent.expect_start().await.attempt
 }
 
 #[tokio::test]
@@ -42,21 +42,30 @@ async fn fair_share_alternates_owners_and_without_it_the_oldest_job_is_first() {
         for name in ["nightly", "weekly"] {
             clients.push(server.submitter(name).await);
         }
-        let submit_as = async |owner: usize| {
+        let submit_as = async |owner: usize, ranks: u32| {
             let mut spec = spec();
-            spec["parallel"]["ranks"] = json!(1);
+            spec["parallel"]["ranks"] = json!(ranks);
             let request = clients[owner].post(server.url("/api/v1/jobs")).json(&spec);
             let (status, body) = server.send(request).await;
             assert_eq!(status, 201, "{body}");
             serde_json::from_value::<Job>(body).unwrap()
         };
-        submit_as(0).await;
-        let attempt = agent.expect_start().await.attempt;
-        submit_as(0).await;
-        agent.expect_start().await;
-        let waiting = [submit_as(0).await, submit_as(1).await];
+        // Jobs of both slots: between two of them, no owner uses a slot.
+        submit_as(0, 2).await;
+        let mut attempt = agent.expect_start().await.attempt;
+        let waiting = [submit_as(0, 2).await, submit_as(1, 2).await];
         wait_for_order(&server, &[&waiting[first], &waiting[1 - first]]).await;
-        assert_eq!(end_and_start_next(&mut agent, &attempt).await, waiting[first].id);
+        for job in [first, 1 - first] {
+            attempt = end_and_start_next(&mut agent, &attempt).await;
+            assert_eq!(attempt.job, waiting[job].id);
+        }
+        submit_as(0, 1).await;
+        attempt = end_and_start_next(&mut agent, &attempt).await;
+        submit_as(0, 1).await;
+        agent.expect_start().await;
+        let waiting = [submit_as(0, 1).await, submit_as(1, 1).await];
+        wait_for_order(&server, &[&waiting[first], &waiting[1 - first]]).await;
+        assert_eq!(end_and_start_next(&mut agent, &attempt).await.job, waiting[first].id);
         server.stop().await;
     }
 }

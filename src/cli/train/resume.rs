@@ -9,6 +9,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+const LATEST_ADVICE: &str = "--resume latest continues from the newest checkpoint of the run";
+
 /// Returns the folder of the checkpoint that `--resume PATH` names.
 ///
 /// # Errors
@@ -19,19 +21,16 @@ pub(super) fn checkpoint_folder(path: &str) -> anyhow::Result<PathBuf> {
         let advice = format!("{}; then begin a run with model.pretrained", pickle::conversion_advice(path));
         return Err(problem(advice));
     }
-    let advice = "--resume latest continues from the newest checkpoint of the run";
     let folder = Path::new(path).canonicalize().map_err(|e| {
         let is_missing = e.kind() == ErrorKind::NotFound;
         let detail = if is_missing { "does not exist".to_owned() } else { e.to_string() };
-        let found = Path::new(path).parent().and_then(|directory| checkpoint::list(directory).ok());
-        let names = found.into_iter().flatten().map(|(epoch, step)| checkpoint::folder_name(epoch, step));
-        let names = names.collect::<Vec<_>>().join(", ");
-        let others =
-            if names.is_empty() { names } else { format!("; its folder has the checkpoints {names}") };
-        problem(format!("{detail}{others}; {advice}"))
+        problem(format!("{detail}{}; {LATEST_ADVICE}", checkpoint::name_others(Path::new(path))))
     })?;
     if !folder.join(checkpoint::MANIFEST).exists() {
-        return Err(problem(format!("is no checkpoint, as it has no {}; {advice}", checkpoint::MANIFEST)));
+        return Err(problem(format!(
+            "is no checkpoint, as it has no {}; {LATEST_ADVICE}",
+            checkpoint::MANIFEST
+        )));
     }
     Ok(folder)
 }
@@ -57,7 +56,8 @@ pub(super) fn find_resume_checkpoint(out: &Path, resume: Option<&str>) -> anyhow
         Some(path) => {
             let problem = |e: String| usage_error(format!("--resume {path}: {e}"));
             let folder = checkpoint_folder(path)?;
-            let manifest = checkpoint::validate(&folder).map_err(|e| problem(e.to_string()))?;
+            let manifest = checkpoint::validate(&folder)
+                .map_err(|e| problem(format!("{e}{}; {LATEST_ADVICE}", checkpoint::name_others(&folder))))?;
             let name = checkpoint::folder_name(manifest.epoch, manifest.step);
             let target = directory.join(&name);
             // The run would take later checkpoints in this folder for checkpoints of its own steps.

@@ -89,6 +89,9 @@ impl Progress {
             }
             EventBody::Plan { total_steps, steps_per_epoch, start_step, .. } => {
                 self.bar.set_plan(*total_steps, *steps_per_epoch, *start_step);
+                if *start_step > 0 {
+                    self.print_change(format!("continues from the checkpoint of step {start_step}"))?;
+                }
             }
             EventBody::Metrics { name, steps, values, .. } if name == "loss" => {
                 let losses = steps.iter().zip(values).map(|(step, loss)| (*step, loss.unwrap_or(f32::NAN)));

@@ -27,6 +27,18 @@ pub fn list(directory: &Path) -> Result<Vec<(u32, u64)>, CheckpointError> {
     Ok(found)
 }
 
+/// Names the other checkpoints beside `folder`, for an error about this checkpoint: `; its folder has the checkpoints 1-2, 1-4`.
+pub fn name_others(folder: &Path) -> String {
+    let found = folder.parent().and_then(|directory| list(directory).ok()).unwrap_or_default();
+    let names = found.into_iter().map(|(epoch, step)| folder_name(epoch, step));
+    let names: Vec<_> = names.filter(|name| *name != name_of(folder)).collect();
+    if names.is_empty() {
+        String::new()
+    } else {
+        format!("; its folder has the checkpoints {}", names.join(", "))
+    }
+}
+
 /// The newest complete checkpoint, and the errors of newer, damaged checkpoints.
 ///
 /// # Errors

@@ -66,7 +66,8 @@ impl ModelFile {
     /// # Errors
     /// A sentence that says why the file cannot be used.
     fn read(path: &Path, output: Output) -> Result<Self, String> {
-        let files = checkpoint::model_files(path).map_err(|e| e.to_string())?;
+        let files =
+            checkpoint::model_files(path).map_err(|e| format!("{e}{}", checkpoint::name_others(path)))?;
         let Some(path) = files.first() else { return Err(format!("{} has no weights", path.display())) };
         let with_path = |e: String| format!("{}: {e}", path.display());
         let mut file = Self::from_metadata(checkpoint::metadata(path)?, output).map_err(with_path)?;

@@ -9,7 +9,7 @@ use lockstep_protocol::reason::FailureCode;
 pub(super) enum RankError {
     #[error(transparent)]
     Rendezvous(#[from] RendezvousError),
-    #[error(transparent)]
+    #[error("{}{}", .0, .0.advice())]
     Train(#[from] TrainError),
     #[error(transparent)]
     System(#[from] std::io::Error),

@@ -16,8 +16,8 @@ pub struct RankEnd {
     pub was_asked_to_end: bool,
     /// Number of optimizer steps done, according to the rank's records.
     pub step: u64,
-    /// Whether the rank has recorded that its training is complete.
-    pub has_finished: bool,
+    /// The exit status that follows from the rank's last record: its training is complete or has paused.
+    pub recorded_status: Option<i32>,
     /// The first failure that the rank reported.
     pub failure: Option<Failure>,
     /// The last line that the rank printed outside its log, such as a panic or an error of the dynamic linker.
@@ -49,25 +49,33 @@ enum Explanation {
 }
 
 impl RankEnd {
-    pub fn is_success(&self) -> bool {
-        match self.exit {
-            Some(Exit::Status(EXIT_FINISHED)) => true,
-            Some(Exit::Unseen) => self.has_finished && self.failure.is_none(),
-            _ => false,
+    /// How the rank ended. If its agent was not running then, the rank's last record tells.
+    pub fn exit(&self) -> Option<Exit> {
+        match self.recorded_status.filter(|_| self.failure.is_none()) {
+            Some(status) if self.exit == Some(Exit::Unseen) => Some(Exit::Status(status)),
+            _ => self.exit,
         }
+    }
+
+    pub fn is_success(&self) -> bool {
+        self.exit() == Some(Exit::Status(EXIT_FINISHED))
+    }
+
+    pub fn has_paused(&self) -> bool {
+        self.exit() == Some(Exit::Status(EXIT_PAUSED)) && self.failure.is_none()
     }
 
     /// Whether the rank has reported no failure, and is running or has finished, stopped or paused.
     pub fn is_stopping(&self) -> bool {
         let is_orderly =
-            matches!(self.exit, None | Some(Exit::Status(EXIT_STOPPED | EXIT_PAUSED | EXIT_FINISHED)));
+            matches!(self.exit(), None | Some(Exit::Status(EXIT_STOPPED | EXIT_PAUSED | EXIT_FINISHED)));
         is_orderly && self.failure.is_none()
     }
 
     /// Whether the rank was killed or its end was not observed, and no report explains it.
     pub fn is_death(&self) -> bool {
         let unexplained = !self.is_success() && self.failure.is_none();
-        unexplained && matches!(self.exit, Some(Exit::Signal(_) | Exit::Unseen))
+        unexplained && matches!(self.exit(), Some(Exit::Signal(_) | Exit::Unseen))
     }
 
     /// Whether the rank reported a failure of its own, rather than only the loss of another rank.
@@ -85,7 +93,7 @@ impl RankEnd {
         if self.is_success() {
             return None;
         }
-        match (&self.failure, self.exit) {
+        match (&self.failure, self.exit()) {
             (Some(failure), _) if !failure.secondary => Some(Explanation::OwnReason),
             (Some(_), _) => Some(Explanation::LostAnotherRank),
             (None, Some(_)) if self.was_asked_to_end => None,
@@ -100,7 +108,7 @@ impl RankEnd {
     /// The ending of an attempt whose cause is this rank's end.
     pub fn ending(&self) -> Ending {
         let (rank, step) = (self.rank, self.step);
-        let kind = match (&self.failure, self.exit) {
+        let kind = match (&self.failure, self.exit()) {
             (Some(failure), _) => failure.code.reason_kind(rank, step, failure.reason.as_str().into()),
             (None, Some(Exit::Signal(signal))) => ReasonKind::RankKilled { rank, step, signal },
             (None, Some(Exit::Status(EXIT_STOPPED | EXIT_PAUSED))) => ReasonKind::RankStopped { rank, step },
@@ -216,7 +224,7 @@ mod tests {
             reason(std::slice::from_ref(&unseen)),
             "rank 0 ended at step 9; how is unknown, because the agent that started it had ended"
         );
-        let finished = RankEnd { has_finished: true, ..unseen };
+        let finished = RankEnd { recorded_status: Some(EXIT_FINISHED), ..unseen };
         assert!(finished.is_success());
         assert_eq!(failure_cause(&[finished]), None);
     }

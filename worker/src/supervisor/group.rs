@@ -154,7 +154,7 @@ impl<N: RecordSink> RankGroup<N> {
             Stop::Save { within } => {
                 let is_orderly =
                     |exit| matches!(exit, Exit::Status(EXIT_STOPPED | EXIT_PAUSED | EXIT_FINISHED));
-                let has_failed = self.ends().any(|end| end.exit.is_some_and(|exit| !is_orderly(exit)));
+                let has_failed = self.ends().any(|end| end.exit().is_some_and(|exit| !is_orderly(exit)));
                 if has_failed || since.elapsed() >= within {
                     self.stop(Stop::Terminate);
                 }

@@ -5,7 +5,10 @@ use super::{
     launch::rank_file,
     process::RankProcess,
 };
-use crate::report::{Tail, TailError, events_path};
+use crate::{
+    rank::{EXIT_FINISHED, EXIT_PAUSED},
+    report::{Tail, TailError, events_path},
+};
 use lockstep_host::files;
 use lockstep_protocol::agent::AttemptEvent;
 use std::{
@@ -129,7 +132,11 @@ impl RankEnd {
             }
             AttemptEvent::Rank { report, .. } => {
                 *step = (*step).max(report.step);
-                self.has_finished |= report.status == "finished";
+                self.recorded_status = match report.status.as_str() {
+                    "finished" => Some(EXIT_FINISHED),
+                    "paused" => Some(EXIT_PAUSED),
+                    _ => None,
+                };
             }
             AttemptEvent::RankFailed { step: last_step, reason, code, retriable, secondary, .. } => {
                 *step = (*step).max(*last_step);

@@ -62,6 +62,16 @@ impl TrainError {
         )
     }
 
+    /// What to change if ranks were too slow, for the end of the message.
+    pub fn advice(&self) -> &'static str {
+        match self.comm() {
+            Some(CommError::TimedOut { .. }) => {
+                "; if the ranks are only slow, use a smaller network, smaller pictures or fewer ranks, or raise recovery.stall_timeout_secs"
+            }
+            _ => "",
+        }
+    }
+
     /// Whether other ranks are lost. False if this rank itself was asked to end, because the program that ends it may
     /// start another attempt in the same folder.
     pub fn has_lost_ranks(&self) -> bool {

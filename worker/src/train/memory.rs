@@ -8,7 +8,7 @@ use lockstep_engine::{
     net::{self, Network},
 };
 use lockstep_host::usage::memory_and_swap;
-use lockstep_protocol::spec::JobSpec;
+use lockstep_protocol::{numbers::plural, spec::JobSpec};
 
 /// The size in bytes of a float32, the type of weights and of a CPU rank's activations.
 const VALUE_BYTES: u64 = 4;
@@ -69,14 +69,30 @@ impl RequiredMemory {
         Self { pictures, rank_bytes, shared_bytes, ranks: ranks.max(1) }
     }
 
+    fn machine_bytes(&self) -> u64 {
+        self.rank_bytes.saturating_mul(self.ranks.into()).saturating_add(self.shared_bytes)
+    }
+
+    /// A warning if the machine has the memory, but other processes use a part of it: only `free` bytes are free.
+    pub(super) fn warning(&self, free: u64) -> Option<String> {
+        (self.machine_bytes() > free).then(|| {
+            format!(
+                "warning: {} of this machine need at least {} of memory, and {} are free: the kernel may end processes; use fewer ranks or \
+                 a smaller batch",
+                plural(self.ranks.into(), "rank"),
+                gigabytes(self.machine_bytes() as f64),
+                gigabytes(free as f64)
+            )
+        })
+    }
+
     /// Compares the requirement with the machine's memory, in bytes.
     ///
     /// # Errors
     /// The machine has less memory. The message tells the required and the available memory, and which settings to
     /// lower.
     pub(super) fn check(&self, spec: &JobSpec, network: &Network, available: u64) -> Result<(), TrainError> {
-        let machine_bytes =
-            self.rank_bytes.saturating_mul(self.ranks.into()).saturating_add(self.shared_bytes);
+        let machine_bytes = self.machine_bytes();
         if machine_bytes <= available {
             return Ok(());
         }
@@ -129,6 +145,8 @@ mod tests {
         // Weights are counted once.
         let all = 2 * needed.rank_bytes + parameters;
         assert!(check(&needed, all).is_ok());
+        assert_eq!(needed.warning(all), None);
+        assert!(needed.warning(all - 1).is_some_and(|words| words.contains("2 ranks of this machine need")));
         let message = check(&needed, all - 1).unwrap_err().to_string();
         for part in [
             "64 pictures of 32 x 32 pixels",

@@ -9,7 +9,7 @@ use lockstep_engine::{
     net::{self, Network},
     plan as parallel,
 };
-use lockstep_host::usage::memory_and_swap;
+use lockstep_host::usage::{memory_and_swap, memory_available};
 use lockstep_protocol::{
     numbers::plural,
     spec::{JobSpec, Precision, ScheduleKind},
@@ -41,6 +41,8 @@ pub(super) struct RunPlan {
     evaluate_every_epochs: u64,
     checkpoint_every_epochs: u64,
     checkpoint_every_steps: u64,
+    /// A warning about free memory, for the log.
+    memory_warning: Option<String>,
 }
 
 impl RunPlan {
@@ -85,15 +87,18 @@ impl RunPlan {
         };
         let needs = training.device.backend.needs();
         // Hybrid ranks are excluded, because their requirement depends on how the network is split.
+        let mut memory_warning = None;
         if let Some(available) = memory_and_swap().filter(|_| !spec.parallel.is_hybrid()) {
             let split = (shape.train_samples, replicas);
             let needed = RequiredMemory::of(&network, &config, needs, training.local_ranks, split);
             needed.check(spec, &network, available)?;
+            memory_warning = memory_available().and_then(|free| needed.warning(free));
         }
         let every_steps = spec.checkpoint.every_steps.unwrap_or(0);
         let every_epochs = spec.checkpoint.every_epochs.unwrap_or(u32::from(every_steps == 0));
         Ok(Self {
             network,
+            memory_warning,
             training_sizes: shape.training_sizes.iter().map(|(_, side)| *side).collect(),
             evaluation_size: shape.image_size,
             replicas,
@@ -143,6 +148,7 @@ impl RunPlan {
             shape.train_samples,
             plural(shape.validation_samples, "validation picture"),
         )];
+        lines.extend(self.memory_warning.clone());
         if shape.training_sizes.iter().any(|(_, side)| *side != shape.image_size) {
             let sizes: Vec<_> = shape
                 .training_sizes

@@ -108,7 +108,7 @@ impl Run<'_> {
     /// checkpoint is complete.
     pub(super) fn stop(&mut self) -> Result<Outcome, TrainError> {
         self.save()?;
-        self.end_after_step("asked to stop: stopped")?;
+        self.end_after_step("asked to stop", "stopped")?;
         Ok(Outcome::Stopped { step: self.step })
     }
 
@@ -117,14 +117,14 @@ impl Run<'_> {
         if self.step > self.start_step && !self.plan.has_checkpoint_after_epoch(self.step) {
             self.save()?;
         }
-        self.end_after_step("at a rung of its sweep: paused")?;
+        self.end_after_step("at a rung of its sweep", "paused")?;
         Ok(Outcome::Paused { step: self.step })
     }
 
-    fn end_after_step(&mut self, why: &str) -> Result<(), TrainError> {
+    fn end_after_step(&mut self, why: &str, status: &str) -> Result<(), TrainError> {
         self.flush_checkpoints()?;
-        self.training.observer.log(&format!("{why} after step {}", self.step));
-        self.throughput.report("stopped");
+        self.training.observer.log(&format!("{why}: {status} after step {}", self.step));
+        self.throughput.report(status);
         Ok(())
     }
 

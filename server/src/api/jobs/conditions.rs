@@ -164,7 +164,10 @@ pub(super) fn find_setting(
     let hint = match nearest(given, all_names.iter().map(String::as_str).chain(results.iter().copied())) {
         Some(near) => format!("did you mean {near:?}?"),
         None if results.is_empty() => "name a setting such as train.lr".to_owned(),
-        None => format!("name a setting such as train.lr, or a result: {}", results.join(", ")),
+        None => format!(
+            "name a setting such as train.lr, or a result: {}; other metrics and settings of runs from elsewhere cannot be compared",
+            results.join(", ")
+        ),
     };
     Err(format!("names {:?}, which is not a setting; {hint}", shortened(path)))
 }
@@ -259,6 +262,7 @@ mod tests {
             ("train.lrr>1", "did you mean \"train.lr\"?"),
             ("bestt > 0.72", "did you mean \"best\"?"),
             ("zzzzzzzz>1", "or a result: best, speed"),
+            ("zzzzzzzz>1", "runs from elsewhere cannot be compared"),
             ("every_steps>1", "checkpoint.every_steps or log.every_steps"),
             ("milestones=1", "one value"),
             ("model.arch>resnet50", "only with = and !="),

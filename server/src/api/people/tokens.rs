@@ -139,7 +139,7 @@ pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<
         && !own.allows(new.scope)
         && !caller.may(Scope::Admin)
     {
-        return mistake("/scope", &format!("must not allow more than your own scope, {own}"));
+        return mistake("/scope", &format!("may be at most {own}, which is your own scope"));
     }
     let now = crate::now();
     let expires_at = new.expires_in_secs.map(|secs| now + Duration::from_secs(secs));

@@ -1,9 +1,12 @@
 use super::*;
 
-/// The order in which waiting jobs, given by share and ranks, get slots if each job gets all of its slots.
+/// The order in which waiting jobs, given by share and ranks, get slots if each job gets all of its slots. A share in use is given by its
+/// slots; its newest start is its place in the list.
 fn order(in_use: &[(&str, u64)], waiting: &[(&str, u32)]) -> Vec<usize> {
-    let in_use = in_use.iter().map(|(share, slots)| ((*share).to_owned(), *slots)).collect();
-    let mut queue = Queue::new(in_use);
+    let share_use = |(start, (share, slots)): (u64, &(&str, u64))| {
+        ((*share).to_owned(), ShareUse { slots: *slots, newest_start: start })
+    };
+    let mut queue = Queue::new((1..).zip(in_use).map(share_use).collect());
     queue.fill(waiting.iter().enumerate().map(|(n, (share, ranks))| ((*share).to_owned(), (n, *ranks))));
     let (mut order, mut assigned) = (Vec::new(), 0);
     while let Some((n, ranks)) = queue.next(assigned) {
@@ -14,11 +17,19 @@ fn order(in_use: &[(&str, u64)], waiting: &[(&str, u32)]) -> Vec<usize> {
 }
 
 #[test]
-fn the_share_with_the_fewest_slots_comes_first_then_the_oldest_job() {
+fn the_share_with_the_fewest_slots_comes_first_then_the_longest_wait() {
     let waiting = [("a", 1), ("a", 1), ("a", 1), ("b", 1), ("b", 1)];
     assert_eq!(order(&[], &waiting), [0, 3, 1, 4, 2], "the shares alternate");
     assert_eq!(order(&[("a", 2)], &waiting), [3, 4, 0, 1, 2], "b gets two slots before a gets more");
     assert_eq!(order(&[("a", 1), ("b", 9)], &waiting), [0, 1, 2, 3, 4]);
+    let full = [("a", 8), ("a", 8), ("b", 8), ("b", 8)];
+    assert_eq!(
+        order(&[("a", 8)], &full),
+        [2, 0, 3, 1],
+        "jobs that fill the cluster alternate: while the first runs"
+    );
+    assert_eq!(order(&[("a", 0)], &full), [2, 0, 3, 1], "after its end");
+    assert_eq!(order(&[("b", 0), ("a", 0)], &full), [2, 0, 3, 1]);
     // A job counts as many slots as it has ranks.
     assert_eq!(order(&[], &[("a", 4), ("a", 1), ("b", 1), ("b", 2), ("b", 2)]), [0, 2, 3, 4, 1]);
     // In one share, only age counts.

@@ -7,7 +7,7 @@ use super::{
 use crate::{
     config::FairShare,
     store::{
-        JobRow, QueuePlace, Result, WaitingFingerprint,
+        JobRow, QueuePlace, Result, ShareUse, WaitingFingerprint,
         unreadable::readable,
         values::{job_id, uint},
     },
@@ -60,17 +60,24 @@ impl SqlStore {
         Ok(readable(rows.into_iter().map(fingerprint)).into_iter().collect())
     }
 
-    pub async fn slots_of_shares(&self, fair_share: FairShare) -> Result<HashMap<String, u64>> {
+    pub async fn slots_of_shares(&self, fair_share: FairShare) -> Result<HashMap<String, ShareUse>> {
         let share = match fair_share {
             FairShare::Off => return Ok(HashMap::new()),
             FairShare::Owner => "COALESCE(owner, '')",
             FairShare::Project => "project",
         };
         let query = format!(
-            "SELECT {share}, CAST(SUM(ranks) AS BIGINT) FROM jobs WHERE fencing_token IS NOT NULL \
-             AND deleted_at IS NULL GROUP BY 1"
+            "SELECT share, CAST(SUM(ranks) AS BIGINT), MAX(token) FROM ( \
+             SELECT {share} AS share, ranks, fencing_token AS token FROM jobs \
+             WHERE fencing_token IS NOT NULL AND deleted_at IS NULL \
+             UNION ALL SELECT {share}, 0, newest.fencing_token FROM jobs JOIN \
+             (SELECT job_id, fencing_token FROM attempts ORDER BY fencing_token DESC LIMIT 100) AS newest \
+             ON jobs.id = newest.job_id) AS parts GROUP BY 1"
         );
-        let sums: Vec<(String, i64)> = sqlx::query_as(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
-        Ok(sums.into_iter().map(|(share, slots)| (share, uint(slots))).collect())
+        let rows: Vec<(String, i64, i64)> =
+            sqlx::query_as(AssertSqlSafe(query)).fetch_all(&self.reader).await?;
+        let share_use =
+            |slots, newest_start| ShareUse { slots: uint(slots), newest_start: uint(newest_start) };
+        Ok(rows.into_iter().map(|(share, slots, newest)| (share, share_use(slots, newest))).collect())
     }
 }

@@ -27,9 +27,11 @@ impl Watch {
 
         let mut events = Vec::new();
         for watched in &ranks.ranks {
-            let RankEnd { rank, ref exit, .. } = watched.end;
+            let rank = watched.end.rank;
             let mut texts = Vec::new();
-            if !watched.end.is_success() && !matches!(exit, Some(Exit::Status(EXIT_STOPPED | EXIT_PAUSED))) {
+            if !watched.end.is_success()
+                && !matches!(watched.end.exit(), Some(Exit::Status(EXIT_STOPPED | EXIT_PAUSED)))
+            {
                 texts = watched.stderr_lines();
             }
             texts.extend(watched.damage.clone());
@@ -52,8 +54,7 @@ impl Watch {
         events.extend(unreported.into_iter().map(AttemptEvent::Checkpoint));
 
         let ends: Vec<_> = ranks.ends().cloned().collect();
-        let has_paused = |end: &RankEnd| end.exit == Some(Exit::Status(EXIT_PAUSED)) && end.failure.is_none();
-        let ending = if self.decided.is_none() && !ends.is_empty() && ends.iter().all(has_paused) {
+        let ending = if self.decided.is_none() && !ends.is_empty() && ends.iter().all(RankEnd::has_paused) {
             Ending::Stopped
         } else if !ends.is_empty() && ends.iter().all(RankEnd::is_success) {
             Ending::Succeeded { step: ends.iter().map(|r| r.step).max().unwrap_or(0) }

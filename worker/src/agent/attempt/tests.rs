@@ -8,7 +8,7 @@ use crate::{
     supervisor::{RankProcess, rank_file},
 };
 use lockstep_protocol::{
-    agent::{AgentReply, CheckpointInfo, LogLine, Slot},
+    agent::{AgentReply, CheckpointInfo, LogLine, RankReport, Slot},
     dataset::PicturesFingerprint,
     metric::MetricColumn,
     reason::ReasonKind,
@@ -235,6 +235,17 @@ async fn only_paused_ranks_end_the_attempt_as_stopped() {
             Ending::Stopped => assert!(has_paused, "{script}"),
             ending => assert!(!has_paused && reason(ending).contains("was stopped at step"), "{script}"),
         }
+    }
+    // If no agent ran when ranks ended, their last records tell how they ended.
+    for (status, expected) in [("finished", Ending::Succeeded { step: 9 }), ("paused", Ending::Stopped)] {
+        let fixture = self::fixture(2, "exit 0");
+        for rank in 0..2 {
+            let report = RankReport { status: status.into(), step: 9, ..RankReport::default() };
+            fixture.record(rank, &[AttemptEvent::Rank { rank, report }]);
+            fs::write(rank_file(&fixture.stored.attempt_dir(), rank, "json"), "{}").unwrap();
+        }
+        let adopted = fixture.adopt();
+        assert_eq!(fixture.wait_for_end(&adopted).await, expected);
     }
 }
 

@@ -219,7 +219,7 @@ fn the_error_of_a_wrong_value_says_which_values_are_allowed() {
             "parallel",
             "device = \"cpu\"\nmode = \"hybrid\"\nmodel = 2\nheight = 4\nranks = 12",
             "height",
-            &["2 x 4", "such as 3"],
+            &["4 x 2", "such as 3"],
         ),
         ("parallel", "shard = [{match = \"fc\", split = \"out\"}]", "shard", &["needs parallel.mode"]),
         (

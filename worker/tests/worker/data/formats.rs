@@ -242,7 +242,11 @@ fn errors_for_folders_without_a_dataset_give_advice() {
             "; it has train/, val/; pictures lie directly in train/, val/, but a picture's class is the name of its folder: \
              move them to train/<class>/",
         ),
-        (&["1.jpg", "2.png"], "; it has 1.jpg, 2.png; if this folder is one class of "),
+        (
+            &["1.jpg", "2.png"],
+            "; it has 1.jpg, 2.png; pictures lie directly in this folder, but a picture's class is the name of its folder: \
+             move them to train/<class>/. If this folder is a class, give ",
+        ),
         // Folders whose names contain the name of a split are not classes.
         (
             &["train2017/1.jpg", "val2017/2.jpg"],

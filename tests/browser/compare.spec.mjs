@@ -325,7 +325,7 @@ describe("results", () => {
     await page.setViewportSize({ width: 390, height: 844 });
     await page.goto(server.url + comparePath());
     await untilDrawn(page);
-    const { x, width } = await page.locator("#results-head [aria-sort]").boundingBox();
+    const { x, width } = await until("the sorted column is shown", () => page.locator("#results-head [aria-sort]").boundingBox());
     assert.ok(x > 0 && x + width <= 390, `best accuracy is in view on a small screen: ${x} to ${x + width}`);
     await page.end();
   });

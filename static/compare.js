@@ -157,6 +157,8 @@ new Stream({
     const known = message.type === "job" ? jobs.get(message.job.id) : null;
     if (message.type === "live") reloadJobs().catch(() => {});
     if (!known || known.last_seq > message.job.last_seq) return;
+    // Jobs of the stream have no diagnosis.
+    message.job.diagnosis ??= known.diagnosis;
     jobs.set(known.id, message.job);
     curves.markOutdated(known.id);
     areCurvesOutdated = true;

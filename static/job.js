@@ -173,10 +173,10 @@ function showDiagnosis({ id, spec, state, reason, diagnosis = "" }) {
   for (const [, key, value] of advice.matchAll(/((?:train|data|model|loss)\.[a-z_]+)(?: = "?([\d.]*\d|[a-z_]+\d*))?/g)) named.set(key, named.get(key) ?? value);
   const links = (document.body.dataset.readsOnly === undefined ? [...named] : []).flatMap(([key, given]) => {
     const value = given ?? NEXT_VALUE[key]?.(spec);
-    const link = () => make("a", { href: `/jobs/new?from=${id}&set=${key}=${value}`, textContent: `try ${key} = ${value}`, title: `Clone the job with ${key} = ${value}` });
+    const link = make("a", { href: `/jobs/new?from=${id}&set=${key}=${value}`, textContent: `try ${key} = ${value}`, title: `Clone the job with ${key} = ${value}` });
     // Whether a machine has downloaded public weights is known only when a job is checked.
     const note = key === "model.pretrained" ? [" (needs ", make("code", { textContent: `lockstep weights get ${value}` }), " on the machine that trains)"] : [];
-    return value ? [" · ", link(), ...note] : [];
+    return value ? [" · ", link, ...note] : [];
   });
   byId("diagnosis").replaceChildren(...diagnosis ? [diagnosis, ...links] : links.slice(1));
   byId("diagnosis").hidden = !diagnosis && !links.length;

@@ -282,7 +282,7 @@ function showPlan(response) {
   if (bundled) bundled.hidden = valueOf(fieldOf("data.dataset")) !== "fashion-mnist";
   const warnings = byId("warnings"), given = response?.warnings ?? [];
   warnings.hidden = !given.length;
-  setMessage(warnings.querySelector("span"), given.join(" "));
+  setMessage(warnings.querySelector("span"), given.map((warning) => warning.replace(/\.?$/, ".")).join(" "));
 }
 
 let checkTimer = 0, checkRequest = null;

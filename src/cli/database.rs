@@ -92,8 +92,8 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
         let mut message = file::missing_path_message(database);
         let DatabaseArgs { data_dir, database: named, .. } = &args.database_args;
         if named.is_none() && data_dir.join("server.lock").exists() {
-            message += ": the server of this data directory uses another database, such as Postgres; name it with --database or \
-                        LOCKSTEP_DATABASE";
+            message += ": the server of this data directory may use another database, such as Postgres; if so, name it with \
+                        --database or LOCKSTEP_DATABASE";
         }
         return Err(usage_error(message));
     }
@@ -116,8 +116,8 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
     report("backed up", &location, &args.output, &summary, args.database_args.json)?;
     let data_dir = args.database_args.data_dir.display();
     output::warn(format_args!(
-        "the backup has no weights and no uploaded pictures: copy also {data_dir}/jobs and {data_dir}/datasets/uploads, which must be in \
-         place before `lockstep serve` starts with the restored database (the pictures at the same path as now)"
+        "the backup has no weights and no uploaded pictures: copy also {data_dir}/jobs and {data_dir}/datasets/uploads. Before \
+         `lockstep serve` starts with the restored database, both must be in place, the pictures at the same path as now"
     ));
     Ok(())
 }

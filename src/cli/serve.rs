@@ -208,10 +208,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let mut server = Server::start(config).await.map_err(with_exit_status)?;
         output::line(format_args!("dashboard: {}", server.running.url()))?;
         if !args.no_auth {
-            // The link works once, within ten minutes; `lockstep login-link` prints another link. The link is printed even into a log, like
-            // the links of notebook servers: people who start a server with nohup or in a container look into the log, and a command to
-            // print a link would need the address and the certificate, which only the server knows. If another reader of the log uses the
-            // link first, it no longer works.
+            // The link works once, within ten minutes. It is printed even into a log, like the links of notebook servers, because people who
+            // start a server with nohup or in a container look there. `lockstep login-link` prints another link, but needs the server's
+            // address and certificate.
             output::line(format_args!("sign in: {}", server.running.login_link(START_PAGE)?))?;
         }
         let mut sign_in_file = SignInFile::new(&server.data_dir);

@@ -191,8 +191,12 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo], last_ranks: Option<u3
         (
             "ran",
             job.ran_secs.map(|secs| {
-                let without = if job.state.is_active() { ", without the running attempt" } else { "" };
-                format!("{secs:.0} s, without pauses and waiting{without}")
+                let without = if job.state.is_active() {
+                    "pauses, waiting and the running attempt"
+                } else {
+                    "pauses and waiting"
+                };
+                format!("{secs:.0} s, without {without}")
             }),
         ),
     ];

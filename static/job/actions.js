@@ -140,13 +140,16 @@ export class Actions {
     byId("fork-set").oninput = () => { clearTimeout(this.typing); this.typing = setTimeout(check, 300); };
     check();
     // A running job replaces its checkpoints.
-    const offerAgain = () => { this.page.checkpoints.offer(choice, choice.value); choose(); };
-    choice.onfocus = offerAgain;
-    openForm("fork", async () => { location.href = `/jobs/${(await this.#post("fork", request())).id}`; }, (error) => {
+    const offerAgain = () => {
       const chosen = choice.value;
-      offerAgain();
-      return errorTexts(error) + (choice.value === chosen ? "" : "\nThe list has the current checkpoints now.");
-    });
+      this.page.checkpoints.offer(choice, chosen);
+      if (choice.value === chosen) return "";
+      choose();
+      check();
+      return "The chosen checkpoint was removed. The newest checkpoint is chosen now.";
+    };
+    choice.onfocus = () => setText(byId("fork-error"), offerAgain());
+    openForm("fork", async () => { location.href = `/jobs/${(await this.#post("fork", request())).id}`; }, (error) => [errorTexts(error), offerAgain()].filter(Boolean).join("\n"));
   }
 
   /** Sets up the panel with the job's notes, tags and project. */

@@ -25,14 +25,13 @@ export function refresher(update) {
   };
 }
 
-/** Calls `refresh` every few seconds, and `delayMs` after the last change of a job. Returns a function that calls `refresh` after this delay. */
+/** Calls `refresh` every few seconds, and `delayMs` after the last change of a job. */
 export function followJobs(refresh, delayMs) {
   let timer = 0;
   const soon = () => { clearTimeout(timer); timer = setTimeout(refresh, delayMs); };
   new Stream({ path: () => "/api/v1/stream", onStatus: showLive, onFrame: soon });
   setInterval(refresh, REFRESH_INTERVAL_MS);
   document.addEventListener("visibilitychange", refresh);
-  return soon;
 }
 
 /** Elements that scripts fill, which are not changed: lines, and the error of a button. */

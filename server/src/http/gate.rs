@@ -159,8 +159,8 @@ pub(crate) async fn authorize(State(gate): State<Arc<Gate>>, mut request: Reques
         let response = render_for(user, next.run(request).await);
         let signed_in = response.extensions().get::<SignedIn>().cloned();
         let status = response.status();
-        // Of the requests without a caller, only failed sign-ins are recorded, because their number is limited. Others could displace
-        // important entries.
+        // A request without a caller is recorded only if it is a sign-in. The number of failed sign-ins is limited; other requests could
+        // displace important entries.
         let is_sign_in = rules::is_sign_in(route.as_deref());
         let is_failed_sign_in = rules::is_failed_sign_in(route.as_deref(), status);
         let is_recorded = is_recorded && status != StatusCode::METHOD_NOT_ALLOWED;

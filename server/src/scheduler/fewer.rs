@@ -48,7 +48,7 @@ impl FewerRanks {
             ranks,
             slots_needed: job.ranks,
             secs: job.spec.recovery.wait_seconds.into(),
-            // The cause without its consequence.
+            // How the last attempt ended, without the sentence about what happens next.
             detail: job.cause.as_ref().map(|why| why.kind().to_string().into()),
         };
         Some((chosen, fewer.into()))

@@ -138,7 +138,7 @@ impl Trust {
             Some(path) if !is_own || path.exists() => files::revocation_lists(path)?,
             Some(path) if ca::has_revoked(path) => {
                 return Err(format!(
-                    "{} is missing, and certificates were revoked: put it back, or revoke one of them again",
+                    "{}, the list of revoked certificates, is missing: put it back, or revoke one of the certificates again, which writes a new list",
                     path.display()
                 ));
             }

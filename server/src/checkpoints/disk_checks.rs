@@ -35,6 +35,8 @@ pub(crate) async fn set_damaged_aside(
 
 /// Checks a folder. If it is damaged, renames the folder and returns a description of the damage.
 fn set_aside(folder: &Path) -> io::Result<Option<String>> {
+    // An error of the folder itself, such as too many open files, is not damage.
+    if_exists(fs::read_dir(folder))?;
     let manifest = || regular_files::read_blocking(&folder.join(MANIFEST)).ok();
     let before = manifest();
     let how = match verify_checkpoint(folder) {

@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-const MAGIC: &[u8; 8] = b"lockstp1";
+const MAGIC: &[u8; 8] = b"lockstp2";
 const NONCE_BYTES: usize = 32;
 const PROOF_BYTES: usize = 32;
 /// Time limit for each read and write of the handshake.

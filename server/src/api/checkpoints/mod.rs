@@ -123,12 +123,14 @@ pub(crate) async fn list(
 
 /// Returns a job's checkpoints, newest first.
 pub(super) async fn of_job(checkpoints: &Checkpoints, job: &JobId) -> Result<Vec<Checkpoint>> {
+    // The rows are read first, so each row's copies are known.
+    let rows = checkpoints.store.checkpoints(job).await?;
     let copies = checkpoints.copies(job).await?;
     let describe = |row: CheckpointRow| {
         let copies = copies.get(&row.id);
         checkpoints.describe(row, copies)
     };
-    Ok(checkpoints.store.checkpoints(job).await?.into_iter().map(describe).collect())
+    Ok(rows.into_iter().map(describe).collect())
 }
 
 /// Show a checkpoint

@@ -177,8 +177,9 @@ impl SqlStore {
             multi_row::fetch_all(&mut db, &text, 1, jobs, |query, id| Ok(query.bind(id.as_str()))).await?;
         for row in rows {
             let job = job_id(row.try_get("job_id")?)?;
-            let body = parse_event(&job, row.try_get("seq")?, row.try_get("body")?)?;
-            let EventBody::Log { lines, .. } = body else { continue };
+            let body = parse_event(&job, row.try_get("seq")?, row.try_get("body")?);
+            // An event that cannot be read hides no job.
+            let Ok(EventBody::Log { lines, .. }) = body else { continue };
             let line = lines.into_iter().find(|line| line.text.contains(TRAINED_VALIDATION));
             if let Some(line) = line {
                 found.entry(job).or_insert(format!("{}.", line.text));

@@ -91,7 +91,8 @@ impl SqlStore {
     }
 
     pub async fn paused_sweeps(&self) -> Result<HashMap<String, String>> {
-        let query = "SELECT id, name FROM sweeps WHERE state = 'paused'";
+        let query =
+            "SELECT id, name FROM sweeps WHERE state IN ('paused', 'cancelled') AND finished_at IS NULL";
         let rows: Vec<(String, String)> = sqlx::query_as(query).fetch_all(&self.reader).await?;
         Ok(rows.into_iter().collect())
     }

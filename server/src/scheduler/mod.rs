@@ -119,7 +119,7 @@ pub(crate) struct Snapshot {
     pub(crate) waiting: Vec<Arc<JobRow>>,
     /// Running jobs whose slots other jobs may count on: the lowest priority first, then the newest.
     pub(crate) yielding_jobs: Vec<YieldingJob>,
-    /// The names of paused sweeps, by id.
+    /// The names of the sweeps whose waiting trials must not start, by id.
     pub(crate) paused_sweeps: HashMap<String, String>,
     pub(crate) fair_share: FairShare,
     /// The use of slots by owner or project, as `fair_share` says.

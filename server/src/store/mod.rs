@@ -444,7 +444,7 @@ pub trait Store {
     async fn sweeps(&self) -> Result<Vec<SweepRow>>;
     /// Unfinished sweeps, oldest first.
     async fn unfinished_sweeps(&self) -> Result<Vec<SweepRow>>;
-    /// The names of the paused sweeps, by id.
+    /// The names of the sweeps whose waiting trials must not start, by id: paused sweeps, and cancelled sweeps until their trials have ended.
     async fn paused_sweeps(&self) -> Result<HashMap<String, String>>;
     async fn sweep(&self, id: &str) -> Result<Option<SweepRow>>;
     /// The specifications of a sweep's trials, in the order in which they start; none if there is no such sweep.

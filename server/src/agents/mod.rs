@@ -72,12 +72,12 @@ pub(crate) struct JoiningAgent {
 pub(crate) struct JoinError {
     pub(crate) why: String,
     /// Whether the reason may be temporary, so that the agent should retry.
-    pub(crate) may_pass: bool,
+    pub(crate) is_temporary: bool,
 }
 
 impl From<String> for JoinError {
     fn from(why: String) -> Self {
-        Self { why, may_pass: false }
+        Self { why, is_temporary: false }
     }
 }
 
@@ -235,7 +235,7 @@ impl Agents {
                 first.row.machine.hostname,
                 max_silence.as_secs_f64()
             );
-            return Err(JoinError { why, may_pass: true });
+            return Err(JoinError { why, is_temporary: true });
         }
         let connection = self.next_id.fetch_add(1, Ordering::Relaxed);
         let joined = OnlineAgent {

@@ -5,7 +5,7 @@ use crate::{
     agents::Agents,
     config::ServeConfig,
     events::Events,
-    http::{error::run_blocking, ingress::Ingress, request_times::RequestTimes},
+    http::{error::run_blocking, peer::PeerPolicy, request_times::RequestTimes},
     store::{Location, Store},
 };
 use lockstep_protocol::job::JobState;
@@ -37,16 +37,16 @@ pub(crate) async fn healthz() -> &'static str {
 pub(crate) async fn readyz(
     State(store): State<Arc<dyn Store>>,
     State(config): State<Arc<ServeConfig>>,
-    State(ingress): State<Arc<Ingress>>,
+    State(peer_policy): State<Arc<PeerPolicy>>,
     caller: Option<Extension<Caller>>,
 ) -> Result<String> {
     if caller.is_some() {
-        return check_readiness(&*store, &config, &ingress).await;
+        return check_readiness(&*store, &config, &peer_policy).await;
     }
     // Clients without a token get no details, and cause at most one check per second.
-    let mut last = ingress.last_ready_check.lock().await;
+    let mut last = peer_policy.last_ready_check.lock().await;
     if last.is_none_or(|(at, _)| at.elapsed() >= MAX_RESULT_AGE) {
-        let is_ready = check_readiness(&*store, &config, &ingress).await.is_ok();
+        let is_ready = check_readiness(&*store, &config, &peer_policy).await.is_ok();
         *last = Some((Instant::now(), is_ready));
     }
     if last.is_some_and(|(_, is_ready)| is_ready) {
@@ -57,7 +57,11 @@ pub(crate) async fn readyz(
 }
 
 /// Checks that jobs can be stored. Returns `ready` and all warnings.
-async fn check_readiness(store: &dyn Store, config: &ServeConfig, ingress: &Ingress) -> Result<String> {
+async fn check_readiness(
+    store: &dyn Store,
+    config: &ServeConfig,
+    peer_policy: &PeerPolicy,
+) -> Result<String> {
     // Any error here means that the database cannot be written now.
     store.check_writable().await.map_err(|error| Error::Unavailable(error.to_string()))?;
     let mut folders = vec![config.data_dir.join("jobs")];
@@ -66,7 +70,8 @@ async fn check_readiness(store: &dyn Store, config: &ServeConfig, ingress: &Ingr
     for folder in folders {
         run_blocking(move || probe(&folder)).await??;
     }
-    let warnings = ingress.certificate.as_ref().map(|certificate| certificate.warnings()).unwrap_or_default();
+    let warnings =
+        peer_policy.certificate.as_ref().map(|certificate| certificate.warnings()).unwrap_or_default();
     Ok(warnings.iter().fold(READY.to_owned(), |text, warning| format!("{text}note: {warning}\n")))
 }
 

@@ -7,9 +7,9 @@ use crate::{
     app::App,
     checkpoints::uploads,
     http::{
-        document,
+        authorize, document,
         error::{Error, PageError},
-        gate, guard, request_id, request_times, slow_body,
+        request_checks, request_id, request_times, slow_body,
     },
 };
 use axum::{
@@ -183,7 +183,7 @@ fn pages() -> [(&'static str, MethodRouter<App>); 34] {
         ("/logout", post(people::login::sign_out)),
         ("/static/{*path}", get(assets::asset)),
         ("/api/{*path}", any(no_such_call)),
-        // Calls of MLflow's clients. Paths that have a separate rule in `gate/rules.rs` are listed separately.
+        // Calls of MLflow's clients. Paths that have a separate rule in `authorize/rules.rs` are listed separately.
         ("/api/2.0/mlflow/experiments/search", any(runs::mlflow::call)),
         ("/api/2.0/mlflow/runs/create", any(runs::mlflow::call)),
         ("/api/2.0/mlflow/runs/delete", any(runs::mlflow::call)),
@@ -211,7 +211,7 @@ pub(crate) fn build_router(app: App) -> Router {
         .fallback(no_such_page)
         .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(BODY_BYTES))
-        .layer(middleware::from_fn_with_state(app.config.clone(), slow_body::refuse))
+        .layer(middleware::from_fn_with_state(app.config.clone(), slow_body::limit_body_time))
         .layer(middleware::from_fn(limit_time))
         // Files are not compressed: weights would hardly shrink, and byte ranges of a request count uncompressed bytes.
         // Charts wait for responses, so the level is the fastest. The slowest level would save only a tenth more.
@@ -219,8 +219,8 @@ pub(crate) fn build_router(app: App) -> Router {
             DefaultPredicate::new().and(NotForContentType::const_new("application/octet-stream")),
         ))
         .layer(CatchPanicLayer::custom(panic_response))
-        .layer(middleware::from_fn_with_state(app.gate.clone(), gate::authorize))
-        .layer(middleware::from_fn_with_state(app.gate.clone(), guard::guard))
+        .layer(middleware::from_fn_with_state(app.http.clone(), authorize::authorize))
+        .layer(middleware::from_fn_with_state(app.http.clone(), request_checks::check_request))
         .layer(middleware::from_fn(runs::mlflow::format_errors))
         .layer(PropagateRequestIdLayer::x_request_id())
         // A span without events, because requests are in the access log.
@@ -240,9 +240,8 @@ pub(crate) fn build_router(app: App) -> Router {
 
 /// Responds with 504 if a handler has not begun its response in time. An upload may take longer, as long as data arrives
 /// (`slow_body.rs`).
-async fn limit_time(request: Request, next: Next) -> Response {
-    let route = request.extensions().get::<MatchedPath>().map(MatchedPath::as_str);
-    if gate::is_upload(request.method(), route) {
+async fn limit_time(route: Option<MatchedPath>, request: Request, next: Next) -> Response {
+    if authorize::is_upload(request.method(), route.as_ref().map(MatchedPath::as_str)) {
         return next.run(request).await;
     }
     match tokio::time::timeout(REQUEST_TIMEOUT, next.run(request)).await {

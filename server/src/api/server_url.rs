@@ -1,6 +1,6 @@
 //! The server's URL as the client sees it, for commands to copy and for links.
 
-use crate::http::ingress::{Ingress, Peer};
+use crate::{config::ServeConfig, http::peer::Peer};
 use axum::{
     extract::{FromRef, FromRequestParts},
     http::request::Parts,
@@ -13,12 +13,12 @@ pub(crate) struct ServerUrl(pub(crate) String);
 
 impl<S: Send + Sync> FromRequestParts<S> for ServerUrl
 where
-    Arc<Ingress>: FromRef<S>,
+    Arc<ServeConfig>: FromRef<S>,
 {
     type Rejection = Infallible;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Infallible> {
-        if let Some(url) = &Arc::<Ingress>::from_ref(state).public_url {
+        if let Some(url) = &Arc::<ServeConfig>::from_ref(state).public_url {
             return Ok(Self(url.to_string()));
         }
         let peer = parts.extensions.get::<Peer>();

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::api::prelude::*;
 use crate::{
-    http::{extract::Body, gate::AuditSubject},
+    http::{authorize::AuditSubject, extract::Body},
     store::{Delivery, Webhook, WebhookEvent, WebhookForm, WebhookRow},
     webhooks::{Webhooks, addresses, mail, new_secret},
 };

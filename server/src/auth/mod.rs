@@ -69,7 +69,8 @@ impl Auth {
         })
     }
 
-    /// Whether a caller may change an object of this owner. The gate checks this for every request whose path names an object.
+    /// Whether a caller may change an object of this owner. The middleware `authorize` checks this for every request whose path
+    /// names an object.
     pub(crate) fn may_change(&self, caller: &Caller, owner: Option<&str>) -> bool {
         caller.may(Scope::Submit) && (caller.sees_all() || !self.access.has_people() || caller.owns(owner))
     }

@@ -91,7 +91,7 @@ pub async fn serve(
     };
     let router = build_router(app.clone());
     tokio::select! {
-        () = listener::serve(listeners, app.gate.clone(), router, max_connections, access_log) => {}
+        () = listener::serve(listeners, app.http.clone(), router, max_connections, access_log) => {}
         () = stop => {} // A download in progress is cut off; the client can continue it with a range request.
     }
     stopping.cancel();

@@ -9,7 +9,10 @@ use crate::{
     config::{ServeConfig, serve_error::ServeError},
     datasets::Datasets,
     events::{Events, Subscriber, hub::Hub},
-    http::{gate::Gate, ingress::Ingress, request_times::RequestTimes, tls::ServerCertificate},
+    http::{
+        HttpState, peer::PeerPolicy, rate_limit::RateLimiter, request_times::RequestTimes,
+        tls::ServerCertificate,
+    },
     ingest::{self, runs::Runs},
     metrics::{Metrics, compaction, retire},
     scheduler::{JobQueue, Scheduler, dispatch, sweeps},
@@ -86,8 +89,15 @@ pub(super) async fn start(
     let scheduler = Arc::new(scheduler);
     let runs = Arc::new(Runs::new(store.clone(), events.clone(), config.run_silence));
     let deleted_jobs = Arc::new(DeletedJobs::new(store.clone(), config.clone()));
-    let ingress = Arc::new(Ingress::new(&config, certificate.clone()));
-    let gate = Gate::new(config.clone(), auth.clone(), agents.clone(), ingress.clone(), tasks.clone());
+    let peer_policy = Arc::new(PeerPolicy::new(config.clone(), certificate.clone()));
+    let http = HttpState {
+        config: config.clone(),
+        auth: auth.clone(),
+        agents: agents.clone(),
+        peer_policy: peer_policy.clone(),
+        token_limit: RateLimiter::new(config.token_requests_per_second),
+        tasks: tasks.clone(),
+    };
     let app = App {
         config,
         store,
@@ -101,8 +111,8 @@ pub(super) async fn start(
         scheduler,
         runs,
         deleted_jobs,
-        ingress,
-        gate: Arc::new(gate),
+        peer_policy,
+        http: Arc::new(http),
         request_times: Arc::new(RequestTimes::default()),
         tasks,
     };

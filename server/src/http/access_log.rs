@@ -77,11 +77,8 @@ impl Drop for Line {
         let ms = self.began.elapsed().as_secs_f64() * 1e3;
         let id = self.request_id.as_deref().unwrap_or("-");
         let _ = writeln!(line, " {} {} {ms:.1} {id}", self.status.as_u16(), self.bytes);
-        match self.log.lines.try_send(line) {
-            Ok(()) | Err(TrySendError::Disconnected(_)) => {}
-            Err(TrySendError::Full(_)) => {
-                self.log.lost.fetch_add(1, Ordering::Relaxed);
-            }
+        if let Err(TrySendError::Full(_)) = self.log.lines.try_send(line) {
+            self.log.lost.fetch_add(1, Ordering::Relaxed);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The OpenAPI document: the descriptions of all handlers, and parts that all calls have in common.
 
-use crate::http::gate::{self, Requirement};
+use crate::http::authorize::{Requirement, requirement};
 use axum::http::Method;
 use lockstep_protocol::access::Scope;
 use serde_json::{Map, Value, json};
@@ -69,7 +69,7 @@ fn complete_call(path: &str, method: &Method, call: &mut Map<String, Value>) {
             parameter["schema"]["pattern"] = (*pattern).into();
         }
     }
-    let scope = match gate::requirement(method, Some(path)) {
+    let scope = match requirement(method, Some(path)) {
         Requirement::Nothing => None,
         Requirement::Scope(scope) => Some(scope),
         // A person's token may have any scope.
@@ -106,8 +106,8 @@ fn complete_call(path: &str, method: &Method, call: &mut Map<String, Value>) {
     }
 }
 
-/// The responses that do not come from a handler but from [`crate::http::guard`], the extractors, the store and the router. The guard
-/// checks every request, so every call may be answered with 400, 403, 421 or 429.
+/// The responses that do not come from a handler but from [`crate::http::request_checks`], the extractors, the store and the router.
+/// Every request is checked, so every call may be answered with 400, 403, 421 or 429.
 fn common_refusals(path: &str, has_body: bool, needs_scope: bool) -> Vec<(&'static str, &'static str)> {
     let mut refusals = vec![
         ("400", "The request cannot be read"),

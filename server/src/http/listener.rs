@@ -12,9 +12,9 @@
 use crate::{
     config::addresses::client_key,
     http::{
+        HttpState,
         access_log::AccessLog,
-        gate::Gate,
-        ingress::Transport,
+        peer::Transport,
         request_id,
         tls::{ClientCertificate, accept},
     },
@@ -83,7 +83,7 @@ pub(crate) struct Listener {
 
 /// State that all connections share.
 struct Shared {
-    gate: Arc<Gate>,
+    http: Arc<HttpState>,
     router: Router,
     access_log: Option<AccessLog>,
     /// Number of connections of each address, including websockets.
@@ -131,13 +131,13 @@ impl Drop for InFlightRequest {
 /// Serves until the server stops and the requests in progress are answered.
 pub(crate) async fn serve(
     listeners: Vec<Listener>,
-    gate: Arc<Gate>,
+    http: Arc<HttpState>,
     router: Router,
     max_connections: usize,
     access_log: Option<AccessLog>,
 ) {
     let shared = Arc::new(Shared {
-        gate,
+        http,
         router,
         access_log,
         per_address: Mutex::default(),
@@ -161,7 +161,7 @@ fn is_disconnect(error: &io::Error) -> bool {
 
 impl Shared {
     async fn accept(self: Arc<Self>, listener: Listener, tasks: &TaskTracker) {
-        let stop = self.gate.tasks.stopping.clone();
+        let stop = self.http.tasks.stopping.clone();
         loop {
             let accepted = tokio::select! {
                 accepted = listener.socket.accept() => accepted,
@@ -206,7 +206,7 @@ impl Shared {
     /// # Errors
     /// The address has reached its limit, and all its connections are in use.
     fn count_connection(self: &Arc<Self>, address: IpAddr) -> Result<Option<AddressCount>, AddressFull> {
-        if address.to_canonical().is_loopback() || self.gate.ingress.is_proxy(address) {
+        if address.to_canonical().is_loopback() || self.http.peer_policy.is_proxy(address) {
             return Ok(None);
         }
         let address = client_key(address);
@@ -244,7 +244,7 @@ impl Shared {
         tls: Option<TlsAcceptor>,
         permits: ConnectionPermits,
     ) {
-        let stop = self.gate.tasks.stopping.clone();
+        let stop = self.http.tasks.stopping.clone();
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         // These calls fail only if the socket is already closed. Reading from it then fails, too.
         let _ = stream.set_nodelay(true);
@@ -259,13 +259,13 @@ impl Shared {
         let stream = match tls {
             None => Either::Left(stream),
             Some(acceptor) => {
-                let timeout = self.gate.config.handshake_timeout;
+                let timeout = self.http.config.handshake_timeout;
                 tokio::select! {
                     tls = Box::pin(accept(&acceptor, stream, timeout)) => match tls {
                         Ok(stream) => Either::Right(Box::new(stream)),
                         Err(refused) => {
                             if let Some(refused) = refused {
-                                self.gate.agents.refusals.note(transport.from, &refused.who, &refused.why);
+                                self.http.agents.refusals.note(transport.from, &refused.who, &refused.why);
                             }
                             return;
                         }
@@ -290,7 +290,7 @@ impl Shared {
         }));
         let serving = http1::Builder::new()
             .timer(TokioTimer::new())
-            .header_read_timeout(self.gate.config.head_timeout)
+            .header_read_timeout(self.http.config.head_timeout)
             .max_buf_size(HEAD_BYTES)
             .serve_connection(io, service)
             .with_upgrades();
@@ -317,7 +317,7 @@ impl Shared {
         certificate: Option<Arc<ClientCertificate>>,
         in_flight: InFlightRequest,
     ) -> impl Future<Output = Result<Response, std::convert::Infallible>> + use<> {
-        let mut peer = self.gate.ingress.peer(transport, request.headers());
+        let mut peer = self.http.peer_policy.peer(transport, request.headers());
         // A proxy's certificate does not identify its clients.
         peer.certificate = certificate.filter(|_| !peer.is_by_proxy);
         let begin = |log: &AccessLog| Box::new(log.begin(peer.address, request.method(), request.uri()));

@@ -41,10 +41,10 @@ impl RequestTimes {
 /// Measures the time to the beginning of the response, because a client may read a stream or a large file for any time.
 pub(crate) async fn measure(
     State(times): State<Arc<RequestTimes>>,
+    route: Option<MatchedPath>,
     request: Request,
     next: Next,
 ) -> Response {
-    let route = request.extensions().get::<MatchedPath>().cloned();
     let began = Instant::now();
     let response = next.run(request).await;
     let route = route.as_ref().map_or(NO_ROUTE, MatchedPath::as_str);

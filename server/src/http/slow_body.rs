@@ -28,9 +28,9 @@ const MAX_DRAINED_BYTES: usize = 256 << 20;
 /// Time limit for reading and dropping. The connection of a slower sender is closed.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Answers a request whose body stops arriving with 408 instead of its handler's response. Before a response of 413, reads the rest of the
-/// body.
-pub(crate) async fn refuse(State(config): State<Arc<ServeConfig>>, request: Request, next: Next) -> Response {
+/// Limits the time between two parts of a request's body. If the body stops arriving, the response is 408 instead of the handler's
+/// response. If the handler's response is 413, the rest of the body is read first.
+pub(crate) async fn limit_body_time(State(config): State<Arc<ServeConfig>>, request: Request, next: Next) -> Response {
     if request.body().is_end_stream() {
         return next.run(request).await;
     }

@@ -19,7 +19,7 @@ use crate::{
     util::{lock, pem_files},
 };
 use ca::Authority;
-use files::{LoadedCertificate, load, minute};
+use files::{LoadedCertificate, format_minute, load};
 use rustls::{
     server::{ClientHello, ResolvesServerCert},
     sign::CertifiedKey,
@@ -41,7 +41,7 @@ const RENEW_BEFORE_DAYS: i64 = 120;
 /// The server's current certificate.
 pub(crate) struct ServerCertificate {
     files: Mutex<WatchedFiles>,
-    /// Present when the server signs its certificate itself.
+    /// The server's own certificate authority, if it issues the certificate.
     own: Option<OwnAuthority>,
     /// The CA certificates that agents' certificates must come from. `None` if agents identify themselves by tokens only.
     pub(crate) agents: Option<Arc<AgentTrust>>,
@@ -85,13 +85,11 @@ impl ServerCertificate {
             TlsConfig::Files { certificate, key } => (None, certificate.clone(), key.clone()),
             TlsConfig::OwnCa => {
                 let own = OwnAuthority::open(config)?;
+                own.renew_if_due()?;
                 let file = own.authority.server_file();
                 (Some(own), file.clone(), file)
             }
         };
-        if let Some(own) = &own {
-            own.renew_if_due()?;
-        }
         let stamp = [certificate.as_path(), key.as_path()].map(stamp_of);
         let loaded = load(&certificate, &key)?;
         let files = Mutex::new(WatchedFiles { certificate, key, stamp, refusal: None, last_reminder: None });
@@ -171,7 +169,7 @@ impl ServerCertificate {
             files.stamp = stamp;
             match load(&files.certificate, &files.key) {
                 Ok(loaded) => {
-                    let until = minute(loaded.facts.not_after);
+                    let until = format_minute(loaded.facts.not_after);
                     tracing::info!(until, names = loaded.facts.names_in_words(), "serving a new certificate");
                     *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(loaded);
                     (files.refusal, files.last_reminder) = (None, None);
@@ -240,7 +238,7 @@ impl OwnAuthority {
 pub fn expires_soon(what: &str, facts: &Facts, now: jiff::Timestamp) -> Option<String> {
     facts.expires_soon(now).then(|| {
         let days = facts.days_left(now);
-        format!("{what} expires in {days} days, at {}; renew it", minute(facts.not_after))
+        format!("{what} expires in {days} days, at {}; renew it", format_minute(facts.not_after))
     })
 }
 

@@ -3,7 +3,7 @@
 
 use crate::{
     config::{ServeConfig, TlsConfig, addresses::host_and_port},
-    http::{ingress::Ingress, tls::addresses},
+    http::{peer::PeerPolicy, tls::addresses},
 };
 use lockstep_web::machines::Join;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -11,7 +11,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 /// Returns the parts of the commands to join. `browser_url` is the server's URL in the browser of the page's reader.
 pub(crate) fn join_parts(
     config: &ServeConfig,
-    ingress: &Ingress,
+    peer_policy: &PeerPolicy,
     browser_url: &str,
     known_names: &[String],
     is_admin: bool,
@@ -21,7 +21,7 @@ pub(crate) fn join_parts(
     // If the server listens on a specific address, loopback does not work.
     let own_ip = if ip.is_unspecified() || ip.is_loopback() { Ipv4Addr::LOCALHOST.into() } else { ip };
     Join {
-        server_url: reachable_url(ingress, browser_url, ip, scheme, port),
+        server_url: reachable_url(peer_policy, browser_url, ip, scheme, port),
         own_url: format!("{scheme}://{}", SocketAddr::new(own_ip, port)),
         port,
         name: free_name(known_names),
@@ -50,7 +50,7 @@ fn is_local(url: &str) -> bool {
 /// Returns the URL at which another machine reaches the server: the URL in the reader's browser, or, if that URL is
 /// local, a URL with one of the server's addresses; `None` if the server listens only on loopback.
 fn reachable_url(
-    ingress: &Ingress,
+    peer_policy: &PeerPolicy,
     browser_url: &str,
     listen_ip: IpAddr,
     scheme: &str,
@@ -65,7 +65,7 @@ fn reachable_url(
     }
     let reachable_ip = if listen_ip.is_unspecified() {
         // Prefers addresses that the server's certificate names. Clients refuse an address that was added after the certificate was issued.
-        let is_named = |ip: &IpAddr| ingress.is_certified_as(&ip.to_string());
+        let is_named = |ip: &IpAddr| peer_policy.is_certified_as(&ip.to_string());
         addresses().into_iter().min_by_key(|ip| (!is_named(ip), ip.is_ipv6()))?
     } else {
         listen_ip

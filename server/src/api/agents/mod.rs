@@ -15,7 +15,7 @@ use super::{
 use crate::api::prelude::*;
 use crate::{
     agents::machines::{MachineState, warnings},
-    http::ingress::Ingress,
+    http::peer::PeerPolicy,
     scheduler::{Reservation, Scheduler},
     store::{AgentRow, Store},
 };
@@ -53,11 +53,11 @@ const LIST: List<Agent> = List {
 #[utoipa::path(get, path = "/agents", tag = "agents", params(ListParams), responses((status = 200, body = AgentList)))]
 pub(crate) async fn list(
     State(scheduler): State<Arc<Scheduler>>,
-    State(ingress): State<Arc<Ingress>>,
+    State(peer_policy): State<Arc<PeerPolicy>>,
     Extension(caller): Extension<Caller>,
     Query(params): Query<ListParams>,
 ) -> Result<Json<AgentList>> {
-    Ok(Json(LIST.page(None, all_machines(&scheduler, &ingress, &caller).await?, &params)?.into()))
+    Ok(Json(LIST.page(None, all_machines(&scheduler, &peer_policy, &caller).await?, &params)?.into()))
 }
 
 /// Drain a machine
@@ -134,7 +134,7 @@ async fn set_draining(scheduler: &Scheduler, id: &str, draining: bool) -> Result
 /// Returns all known machines with their current state.
 pub(super) async fn all_machines(
     scheduler: &Scheduler,
-    ingress: &Ingress,
+    peer_policy: &PeerPolicy,
     caller: &Caller,
 ) -> Result<Vec<Agent>> {
     let reservations = scheduler.last_plan.reservations();
@@ -188,7 +188,7 @@ pub(super) async fn all_machines(
             );
             warnings.insert(0, MachineWarning { problem: true, text });
         }
-        if let Some(warning) = ingress.agent_trust().and_then(|agents| agents.warning_of(&row.id)) {
+        if let Some(warning) = peer_policy.agent_trust().and_then(|agents| agents.warning_of(&row.id)) {
             let text = format!("{}{}.", warning[..1].to_uppercase(), &warning[1..]);
             warnings.push(MachineWarning { problem: false, text });
         }

@@ -7,7 +7,7 @@ use crate::{
         html::{Page, html},
         server_url::ServerUrl,
     },
-    http::ingress::Ingress,
+    http::peer::PeerPolicy,
     scheduler::Scheduler,
 };
 use lockstep_web::machines;
@@ -16,11 +16,11 @@ use std::collections::BTreeSet;
 /// `GET /machines`
 pub(crate) async fn machines(
     State(scheduler): State<Arc<Scheduler>>,
-    State(ingress): State<Arc<Ingress>>,
+    State(peer_policy): State<Arc<PeerPolicy>>,
     Extension(caller): Extension<Caller>,
     ServerUrl(server_url): ServerUrl,
 ) -> Page {
-    let agents = all_machines(&scheduler, &ingress, &caller).await?;
+    let agents = all_machines(&scheduler, &peer_policy, &caller).await?;
     let slots = agents.iter().flat_map(|agent| &agent.slots);
     let jobs = slots.flat_map(|slot| slot.job.iter().chain(slot.kept_for.iter().flat_map(|kept| &kept.job)));
     let jobs: BTreeSet<_> = jobs.cloned().collect();
@@ -28,6 +28,6 @@ pub(crate) async fn machines(
     let job_names = rows.into_iter().map(|row| (row.job.id, row.job.name)).collect();
     let names: Vec<_> = agents.iter().map(|agent| agent.name.clone()).collect();
     let user = caller.current_user();
-    let join = join::join_parts(&scheduler.config, &ingress, &server_url, &names, user.is_admin);
+    let join = join::join_parts(&scheduler.config, &peer_policy, &server_url, &names, user.is_admin);
     html(machines::MachinesPage { agents, job_names, join, user })
 }

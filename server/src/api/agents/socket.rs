@@ -13,7 +13,7 @@ use crate::{
     },
     api::{agents, close_code_of, close_websocket},
     auth::Auth,
-    http::ingress::{Ingress, Peer},
+    http::peer::{Peer, PeerPolicy},
     lifecycle,
     scheduler::{
         Scheduler,
@@ -54,7 +54,7 @@ const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) async fn socket(
     State(scheduler): State<Arc<Scheduler>>,
     State(auth): State<Arc<Auth>>,
-    State(ingress): State<Arc<Ingress>>,
+    State(peer_policy): State<Arc<PeerPolicy>>,
     Extension(caller): Extension<Caller>,
     Extension(peer): Extension<Peer>,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
@@ -62,7 +62,7 @@ pub(crate) async fn socket(
     let upgrade = upgrade?.max_message_size(MESSAGE_BYTES).max_frame_size(MESSAGE_BYTES);
     Ok(upgrade.on_upgrade(move |socket| {
         let tasks = scheduler.tasks.tracker.clone();
-        tasks.track_future(serve(scheduler, auth, ingress, caller, peer, socket))
+        tasks.track_future(serve(scheduler, auth, peer_policy, caller, peer, socket))
     }))
 }
 
@@ -108,7 +108,7 @@ impl From<axum::Error> for End {
 async fn serve(
     scheduler: Arc<Scheduler>,
     auth: Arc<Auth>,
-    ingress: Arc<Ingress>,
+    peer_policy: Arc<PeerPolicy>,
     caller: Caller,
     peer: Peer,
     socket: WebSocket,
@@ -134,29 +134,29 @@ async fn serve(
     };
 
     let (outgoing, mut outbox) = mpsc::unbounded_channel();
-    // Messages from agents contain no pictures, so they are shorter than messages to agents.
+    // The limit is lower than the limit of messages to agents, which may contain pictures.
     let mut partial = PartialMessages::with_limit(MESSAGE_BYTES);
     let joined = async {
         let (joining, attempts) = check_hello(hello, peer.address)?;
         identity::check(&auth, &caller, &joining.row).await?;
         let (row, only_job) = (joining.row.clone(), joining.only_job.clone());
-        // Half a lease, so that an agent's next process replaces a silent process before the lease of the agent's attempts expires.
+        // A restarted agent replaces its old connection if that was silent for half a lease. The other half is left to renew the leases.
         let max_silence = scheduler.config.lease / 2;
         let number = scheduler.agents.join(joining, max_silence, outgoing)?;
         Ok::<_, JoinError>((row, attempts, only_job, number))
     };
     let (row, attempts, only_job, number) = match joined.await {
         Ok(joined) => joined,
-        Err(JoinError { why: reason, may_pass }) => {
+        Err(JoinError { why: reason, is_temporary }) => {
             let who = caller.token().map_or_else(|| "(unknown)".into(), |token| token.name.clone());
             scheduler.agents.refusals.note(peer.address, &who, &reason);
-            let _ = send(&mut sink, &ToAgent::Refused { reason, may_pass }).await;
+            let _ = send(&mut sink, &ToAgent::Refused { reason, may_pass: is_temporary }).await;
             return close_websocket(&mut sink, close_code::POLICY, "refused").await;
         }
     };
 
     let (id, name) = (row.id.clone(), row.name.clone());
-    let certificate = identity::record_join(&ingress, &caller, &peer, &row);
+    let certificate = identity::record_join(&peer_policy, &caller, &peer, &row);
     let (reports, mut records_missing) = ReportConnection::new();
     let mut connection = Connection {
         scheduler: &scheduler,
@@ -248,8 +248,9 @@ async fn serve(
             tracing::warn!(%error, "the time at which an agent was last seen could not be stored");
         }
         if let Some(reason) = leave_reason {
-            let was_cut_off = code == close_code::AGAIN;
-            dispatch::requeue_after_leave(&scheduler, online, reason, was_cut_off).await;
+            // With this code, the server has closed the connection before it has read all reports.
+            let has_unread_reports = code == close_code::AGAIN;
+            dispatch::requeue_after_leave(&scheduler, online, reason, has_unread_reports).await;
         }
         // Removes an agent that served a single job and ended with that job. Otherwise the agent would stay on the list forever. An agent
         // that will reconnect stays on the list, and so does a drained agent.
@@ -261,7 +262,7 @@ async fn serve(
             && !scheduler.agents.is_connected(&id)
             && let Err(error) = agents::forget(&scheduler, &id).await
         {
-            tracing::warn!(%error, "an agent that has ended with its job stays on the list");
+            tracing::warn!(%error, "an agent that has ended with its only job could not be removed from the list of machines");
         }
     }
     scheduler.agents.leases.wake_dispatch();
@@ -368,7 +369,7 @@ impl Connection<'_> {
                 let reservation =
                     scheduler.agents.inbox.reserve(bytes, RESERVE_TIMEOUT.saturating_sub(self.waited)).await;
                 self.waited += began.elapsed();
-                // The agent keeps its attempts, because the welcome of the next connection renews the leases.
+                // The agent's attempts continue after the end of the connection, because `welcome` renews their leases when it reconnects.
                 let Some(reservation) = reservation else {
                     let why = "the database is behind; reconnect later".into();
                     return ControlFlow::Break(End { why, code: close_code::AGAIN });
@@ -406,7 +407,8 @@ impl Connection<'_> {
         ControlFlow::Continue(())
     }
 
-    /// Stops an agent that serves a single job if that job is over. The agent may never have received ranks, so it may not know the end.
+    /// Stops an agent that serves a single job if that job is over. An agent that never started a rank of the job does not learn of the end
+    /// otherwise.
     async fn stop_after_only_job(&self) {
         let Some(job) = &self.only_job else { return };
         if is_over(&*self.scheduler.store, job).await {

@@ -10,7 +10,7 @@ use crate::{
     api::html::{Page, html},
     auth::Auth,
     datasets::Datasets,
-    http::{error::Code, gate::AuditSubject},
+    http::{authorize::AuditSubject, error::Code},
 };
 use axum::{Form, response::Redirect};
 use lockstep_protocol::dataset::Dataset;

@@ -7,8 +7,8 @@ use crate::{
         list::{Fields, MAX_LIMIT, Pages},
     },
     http::{
+        authorize::AuditSubject,
         extract::{Body, check_count},
-        gate::AuditSubject,
     },
     scheduler::Scheduler,
     store::{Annotation, Store},

@@ -89,7 +89,7 @@ async fn diagnose(metrics: &Metrics, scheduler: &Scheduler, caller: &Caller, row
     Ok(job)
 }
 
-/// Reads a job whose id is not in the request's path, so that the gate has not checked access to the job.
+/// Reads a job whose id is not in the request's path, so that the middleware has not checked access to the job.
 pub(super) async fn find_visible(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Job> {
     let job = find(scheduler, id).await?;
     if caller.sees_job(&job) { Ok(job) } else { Err(Error::NotFound("no job has this id".into())) }

@@ -12,9 +12,9 @@ use crate::{
     checkpoints::Checkpoints,
     datasets::notes,
     http::{
+        authorize::AuditSubject,
         error::{Code, run_blocking},
         extract::{Body, parse_job_id},
-        gate::AuditSubject,
     },
     store::{CheckpointRow, NewVersion, Store},
     util::regular_files,
@@ -159,7 +159,7 @@ pub(crate) async fn create(
 ) -> Result<impl IntoResponse> {
     let model = new.name.clone();
     check_field("/name", name_mistake(&model))?;
-    // The gate checks only models that are named in the URL.
+    // The middleware checks only models that are named in the URL.
     let versions = checkpoints.store.model_versions(None).await?;
     let existing = versions
         .iter()

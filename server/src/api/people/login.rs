@@ -11,11 +11,12 @@ use crate::{
         Auth,
         access::{CODE_LIFE, NotSignedIn, Password, SESSION_LIFE, Secret},
     },
+    config::ServeConfig,
     http::{
+        authorize::{AuditSubject, SignedIn, set_cookie},
         error::PageError,
         extract::PageQuery,
-        gate::{AuditSubject, SignedIn, set_cookie},
-        ingress::{Ingress, Peer},
+        peer::Peer,
     },
     store::{PersonRow, SessionRow},
 };
@@ -73,7 +74,7 @@ fn may_set_up(auth: &Auth, caller: Option<&Caller>) -> bool {
 /// `GET /login`: signs in with the code of a login link, or shows the form to sign in or to make the first person.
 pub(crate) async fn show(
     State(auth): State<Arc<Auth>>,
-    State(ingress): State<Arc<Ingress>>,
+    State(config): State<Arc<ServeConfig>>,
     caller: Option<Extension<Caller>>,
     Extension(peer): Extension<Peer>,
     method: Method,
@@ -87,7 +88,7 @@ pub(crate) async fn show(
                 set_up_form("", StatusCode::OK, "")
             }
             Some(_) => Ok(Redirect::to(next).into_response()),
-            None => login_form(login_page(&auth, &ingress, next)),
+            None => login_form(login_page(&auth, &config, next)),
         };
     };
     match auth.access.take_login_code(code) {
@@ -101,7 +102,7 @@ pub(crate) async fn show(
         None if caller.is_some() => Ok(Redirect::to(next).into_response()),
         None => {
             let link_error = "This link was already used, or is older than ten minutes.".into();
-            let page = LoginPage { link_error, ..login_page(&auth, &ingress, next) };
+            let page = LoginPage { link_error, ..login_page(&auth, &config, next) };
             count_failed_attempt(&auth, peer.address, page)
         }
     }
@@ -110,7 +111,7 @@ pub(crate) async fn show(
 /// `POST /login`
 pub(crate) async fn submit(
     State(auth): State<Arc<Auth>>,
-    State(ingress): State<Arc<Ingress>>,
+    State(config): State<Arc<ServeConfig>>,
     caller: Option<Extension<Caller>>,
     Extension(peer): Extension<Peer>,
     Form(input): Form<LoginForm>,
@@ -126,13 +127,13 @@ pub(crate) async fn submit(
             Ok(row) => Ok(sign_in_person(&auth, &peer, &row, next, SESSION_LIFE).await?),
             Err(NotSignedIn::Wrong) => {
                 let password_error = "The name or the password is wrong.".into();
-                login_form(LoginPage { name, password_error, ..login_page(&auth, &ingress, next) })
+                login_form(LoginPage { name, password_error, ..login_page(&auth, &config, next) })
             }
             Err(other) => Err(PageError(people::refusal(other, peer.address))),
         };
     }
     let failed = |why: &str| {
-        let page = LoginPage { token_error: why.into(), ..login_page(&auth, &ingress, next) };
+        let page = LoginPage { token_error: why.into(), ..login_page(&auth, &config, next) };
         count_failed_attempt(&auth, peer.address, page)
     };
     let caller = auth.access.authenticate_token(input.token.trim()).ok();
@@ -155,8 +156,8 @@ async fn set_up(auth: &Auth, caller: Option<&Caller>, peer: &Peer, input: LoginF
     let name = input.name.trim().to_owned();
     let new =
         NewPerson { name: name.clone(), role: Role::Admin, password: Some(input.password), subject: None };
-    let must_be_first = true;
-    match people::add(auth, new, must_be_first).await {
+    let must_be_first_person = true;
+    match people::add(auth, new, must_be_first_person).await {
         Ok(row) => Ok(sign_in_person(auth, peer, &row, "/people", SESSION_LIFE).await?),
         // Somebody else has made the first person.
         Err(error @ Error::Conflict(_)) => Err(error.into()),
@@ -179,10 +180,10 @@ fn login_form(page: LoginPage) -> Page {
     Ok((status, html(page)?).into_response())
 }
 
-/// Returns the page to sign in, without errors. If the server has an OpenID provider, the page shows the provider's button. The button's
+/// Returns the page to sign in with no error message. If the server has an OpenID provider, the page shows the provider's button. The button's
 /// link uses the public URL, to which the provider redirects.
-fn login_page(auth: &Auth, ingress: &Ingress, next: &str) -> LoginPage {
-    let server = ingress.public_url.as_ref().map(ToString::to_string).unwrap_or_default();
+fn login_page(auth: &Auth, config: &ServeConfig, next: &str) -> LoginPage {
+    let server = config.public_url.as_ref().map(ToString::to_string).unwrap_or_default();
     let provider = auth.oidc.as_ref().map(|oidc| ProviderButton {
         name: oidc.name().to_owned(),
         href: format!("{server}/login/oidc"),
@@ -219,8 +220,13 @@ impl FailedSignIn {
 }
 
 /// Returns the form to sign in, with the reason why the sign-in with the OpenID provider failed.
-pub(crate) fn provider_failure_page(auth: &Auth, ingress: &Ingress, next: &str, why: FailedSignIn) -> Page {
-    let mut page = login_page(auth, ingress, next);
+pub(crate) fn provider_failure_page(
+    auth: &Auth,
+    config: &ServeConfig,
+    next: &str,
+    why: FailedSignIn,
+) -> Page {
+    let mut page = login_page(auth, config, next);
     if let Some(provider) = &mut page.provider {
         provider.error = why.detail;
     }

@@ -13,7 +13,7 @@ use crate::{
         Auth,
         access::{NotSignedIn, Password, PasswordError, SignsInAs},
     },
-    http::{extract::Body, gate::AuditSubject, ingress::Peer},
+    http::{authorize::AuditSubject, extract::Body, peer::Peer},
     store::PersonRow,
 };
 use lockstep_protocol::{
@@ -114,13 +114,13 @@ pub(crate) async fn create(
     State(auth): State<Arc<Auth>>,
     Body(new, _): Body<NewPerson>,
 ) -> Result<(StatusCode, Extension<AuditSubject>, Json<Person>)> {
-    let must_be_first = false;
-    let person = add(&auth, new, must_be_first).await?.person;
+    let must_be_first_person = false;
+    let person = add(&auth, new, must_be_first_person).await?.person;
     Ok((StatusCode::CREATED, Extension(AuditSubject(person.name.clone())), Json(person)))
 }
 
-/// Adds a person; if `must_be_first`, only the server's first person.
-pub(super) async fn add(auth: &Auth, new: NewPerson, must_be_first: bool) -> Result<PersonRow> {
+/// Adds a person. With `must_be_first_person`, fails if the server already has people.
+pub(super) async fn add(auth: &Auth, new: NewPerson, must_be_first_person: bool) -> Result<PersonRow> {
     let conflict = |detail: String| Err(Error::Conflict(detail));
     if !auth.access.must_authenticate {
         return conflict(
@@ -138,7 +138,7 @@ pub(super) async fn add(auth: &Auth, new: NewPerson, must_be_first: bool) -> Res
         None => return Err(Error::invalid("/password", "is missing; give a password or a subject")),
     };
     let _one_at_a_time = auth.access.change_lock.lock().await;
-    if must_be_first && auth.access.has_people() {
+    if must_be_first_person && auth.access.has_people() {
         return conflict(
             "somebody else has been added meanwhile; sign in as an admin to add more people".into(),
         );

@@ -10,11 +10,12 @@ use crate::{
         access::SignsInAs,
         oidc::{Account, Answer, Oidc, OidcError, PendingSignIn, SIGN_IN_LIFE},
     },
+    config::ServeConfig,
     http::{
+        authorize::{AuditSubject, cookie, set_cookie},
         error::PageError,
         extract::PageQuery,
-        gate::{AuditSubject, cookie, set_cookie},
-        ingress::{Ingress, Peer},
+        peer::Peer,
     },
     store::{JobFilter, PersonRow},
 };
@@ -43,7 +44,7 @@ fn provider(auth: &Auth) -> Result<&Oidc, PageError> {
 /// `GET /login/oidc`: redirects to the provider.
 pub(crate) async fn begin(
     State(auth): State<Arc<Auth>>,
-    State(ingress): State<Arc<Ingress>>,
+    State(config): State<Arc<ServeConfig>>,
     Extension(peer): Extension<Peer>,
     ServerUrl(server): ServerUrl,
     PageQuery(query): PageQuery<BeginQuery>,
@@ -58,14 +59,14 @@ pub(crate) async fn begin(
             set_cookie(&mut response, &peer, (&cookie_name, COOKIE_PATH), &cookie_value, seconds);
             Ok(response)
         }
-        Err(error) => login::provider_failure_page(&auth, &ingress, next, error.into()),
+        Err(error) => login::provider_failure_page(&auth, &config, next, error.into()),
     }
 }
 
 /// `GET /login/oidc/callback`: handles the return from the provider.
 pub(crate) async fn finish(
     State(auth): State<Arc<Auth>>,
-    State(ingress): State<Arc<Ingress>>,
+    State(config): State<Arc<ServeConfig>>,
     Extension(peer): Extension<Peer>,
     headers: HeaderMap,
     PageQuery(answer): PageQuery<Answer>,
@@ -75,7 +76,7 @@ pub(crate) async fn finish(
     let Some(pending) = oidc.take_sign_in(&answer.state, cookie(&headers, &cookie_name)) else {
         let detail = "This sign-in was begun in another browser, is finished already, or is older than ten minutes. Begin again.";
         let refused = FailedSignIn { status: StatusCode::BAD_REQUEST, detail: detail.into(), about: None };
-        return login::provider_failure_page(&auth, &ingress, "/jobs", refused);
+        return login::provider_failure_page(&auth, &config, "/jobs", refused);
     };
     let too_often = |wait| PageError(people::too_often_error(peer.address, wait));
     // The attempt is counted before the provider is asked, so that requests that the client aborts are also counted.
@@ -90,7 +91,7 @@ pub(crate) async fn finish(
             if !refused.is_counted() {
                 auth.access.attempts.uncount_attempt(peer.address);
             }
-            login::provider_failure_page(&auth, &ingress, &next, refused)?
+            login::provider_failure_page(&auth, &config, &next, refused)?
         }
     };
     set_cookie(&mut response, &peer, (&cookie_name, COOKIE_PATH), "", 0);

@@ -14,7 +14,7 @@ use crate::{
         Auth,
         access::{Password, SESSION_LIFE},
     },
-    http::{error::PageError, extract::PageQuery, gate::AuditSubject, ingress::Peer},
+    http::{authorize::AuditSubject, error::PageError, extract::PageQuery, peer::Peer},
 };
 use axum::{Form, response::Redirect};
 use lockstep_protocol::{access::Scope, people::Role};
@@ -25,7 +25,7 @@ pub(crate) async fn all(State(auth): State<Arc<Auth>>, Extension(caller): Extens
     html(people_page(&auth, &caller))
 }
 
-/// Returns the page of all people, without errors.
+/// Returns the page of all people with no error message.
 fn people_page(auth: &Auth, caller: &Caller) -> PeoplePage {
     PeoplePage {
         people: auth.access.people(),
@@ -90,8 +90,8 @@ async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<String> {
         Action::Add => {
             let role = form.role.unwrap_or(Role::Member);
             let new = NewPerson { name: name.to_owned(), role, password: Some(form.password), subject: None };
-            let must_be_first = false;
-            return people::add(auth, new, must_be_first).await.map(|_| String::new());
+            let must_be_first_person = false;
+            return people::add(auth, new, must_be_first_person).await.map(|_| String::new());
         }
         Action::Remove => return people::remove(auth, name).await.map(|()| String::new()),
         Action::Role => PersonChange { role: form.role, ..Default::default() },

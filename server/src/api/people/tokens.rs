@@ -4,7 +4,7 @@ use crate::api::prelude::*;
 use crate::{
     api::list::{Key, List, ListParams, list_of},
     auth::{Auth, access::Secret},
-    http::{extract::Body, gate::AuditSubject},
+    http::{authorize::AuditSubject, extract::Body},
     store::TokenRow,
 };
 use lockstep_protocol::{

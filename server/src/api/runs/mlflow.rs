@@ -10,7 +10,7 @@ use crate::api::prelude::*;
 use crate::{
     api::{jobs, list::Pages, run_to_completion},
     auth::Auth,
-    http::{error::Detail, gate::is_mlflow},
+    http::{authorize::is_mlflow, error::Detail},
     ingest::runs::Runs,
     lifecycle::external::{RunChange, text_of},
     metrics::{self, query},

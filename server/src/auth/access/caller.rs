@@ -72,7 +72,7 @@ impl Credential {
     }
 }
 
-/// The caller of a request, as determined by the gate; `None` under `--no-auth`.
+/// The caller of a request, as determined by the middleware `authorize`; `None` under `--no-auth`.
 #[derive(Debug, Clone)]
 pub(crate) struct Caller(pub(super) Option<Arc<Credential>>);
 

@@ -11,8 +11,8 @@ use tokio::sync::Semaphore;
 
 /// Memory in KiB, passes and lanes: the minimum for argon2id in OWASP's Password Storage Cheat Sheet.
 const COST: (u32, u32, u32) = (19 * 1024, 2, 1);
-/// Maximum number of hashes that are computed at the same time. The limit is half of the cores if that is less, so that guessing leaves
-/// cores for other work.
+/// Maximum number of hashes that are computed at the same time. The limit is half of the cores if that is less, so that somebody who
+/// guesses passwords cannot occupy all cores.
 const MAX_CONCURRENT: usize = 4;
 /// Maximum number of requests that wait for a hash.
 const MAX_WAITING: usize = 100;
@@ -22,7 +22,7 @@ const WAIT_TIMEOUT: Duration = Duration::from_secs(20);
 /// Why a password was not hashed.
 #[derive(Debug)]
 pub(crate) enum PasswordError {
-    /// Too many requests wait.
+    /// The queue is full, or the request has waited for longer than [`WAIT_TIMEOUT`].
     Busy,
     /// The system has no random bits or no memory, or a stored hash is damaged.
     Failed(String),
@@ -57,9 +57,10 @@ impl Queue {
 /// Hashes passwords, a limited number at the same time.
 #[derive(Debug)]
 pub(crate) struct Passwords {
-    /// For addresses from which the person has not signed in before, such as those of somebody who guesses passwords.
+    /// The queue for new passwords, and for sign-ins from addresses from which the person has not signed in before. Guesses come from such
+    /// addresses.
     strangers: Queue,
-    /// For addresses from which the person has signed in before.
+    /// The queue for sign-ins from addresses from which the person has signed in before.
     familiar: Queue,
 }
 
@@ -80,7 +81,8 @@ impl Passwords {
         .await
     }
 
-    /// Whether a password matches a hash. Without a hash, the check takes as long and fails, so the time does not reveal which names exist.
+    /// Whether a password matches a hash. Without a hash, returns false after the time of a check, so that the time does not reveal which
+    /// names exist.
     /// `is_familiar`: whether the person has signed in from the same address before.
     pub(super) async fn verify(
         &self,

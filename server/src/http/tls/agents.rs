@@ -13,7 +13,7 @@ use super::{
     ca,
     certificate::{Facts, next_update},
     expires_soon,
-    files::{self, minute},
+    files::{self, format_minute},
     stamp_of,
 };
 use crate::{
@@ -106,7 +106,7 @@ pub(crate) struct AgentTrust {
 struct Trust {
     verifier: Arc<dyn ClientCertVerifier>,
     authorities: Vec<Facts>,
-    /// When the first of the revocation lists must be replaced; `None` without such a list.
+    /// The earliest time at which a revocation list must be replaced; `None` without revocation lists.
     next_update: Option<Timestamp>,
 }
 
@@ -138,7 +138,8 @@ impl Trust {
             Some(path) if !is_own || path.exists() => files::revocation_lists(path)?,
             Some(path) if ca::has_revoked(path) => {
                 return Err(format!(
-                    "{}, the list of revoked certificates, is missing: put it back, or revoke one of the certificates again, which writes a new list",
+                    "the list of revoked certificates {} is missing, and certificates were revoked: put the file back, or revoke one of these \
+                     certificates again, which writes the complete list",
                     path.display()
                 ));
             }
@@ -192,8 +193,8 @@ impl AgentTrust {
         self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Reloads changed files. Files that cannot be used are ignored, and the old files stay in use, because agents that were revoked before
-    /// must still be refused if the revocation list is damaged.
+    /// Reloads changed files. If a changed file cannot be used, the old files stay in use. Otherwise, a damaged revocation list would admit
+    /// agents whose certificates are already revoked.
     pub(super) fn reload_if_changed(&self) {
         self.read_if_changed();
         let warning = self.outdated_warning(crate::now());
@@ -211,7 +212,7 @@ impl AgentTrust {
             "the revocation list {} of agents' certificates is out of date: the next list was due at {}. It is still used, so agents that \
              were revoked since are accepted; replace the list by the authority's newest list",
             self.revocation_list.as_deref().unwrap_or_else(|| Path::new("")).display(),
-            minute(due)
+            format_minute(due)
         ))
     }
 
@@ -246,7 +247,7 @@ impl AgentTrust {
     /// # Errors
     /// Why the certificate is refused; a sentence.
     pub(crate) fn check(&self, certificate: &ClientCertificate) -> Result<(), String> {
-        let Some((leaf, rest)) = certificate.chain.split_first() else { return Err("it is empty".into()) };
+        let Some((leaf, rest)) = certificate.chain.split_first() else { return Err("its certificate chain is empty".into()) };
         let verified = self.current().verifier.verify_client_cert(leaf, rest, UnixTime::now());
         verified.map(drop).map_err(|error| self.in_words(&error, Some(&certificate.facts)))
     }
@@ -272,7 +273,7 @@ impl AgentTrust {
         match problem {
             CertificateError::Revoked => "its certificate was revoked".into(),
             CertificateError::Expired | CertificateError::ExpiredContext { .. } => match facts {
-                Some(facts) => format!("its certificate expired at {}", minute(facts.not_after)),
+                Some(facts) => format!("its certificate expired at {}", format_minute(facts.not_after)),
                 None => "its certificate has expired".into(),
             },
             CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
@@ -298,12 +299,10 @@ impl AgentTrust {
         let mut joined = lock(&self.joined);
         match certificate {
             Some(certificate) => {
-                joined.insert(agent_id.to_owned(), (name.to_owned(), certificate.facts.clone()));
+                joined.insert(agent_id.to_owned(), (name.to_owned(), certificate.facts.clone()))
             }
-            None => {
-                joined.remove(agent_id);
-            }
-        }
+            None => joined.remove(agent_id),
+        };
     }
 
     /// A warning that the certificate with which an agent last connected expires soon.
@@ -317,7 +316,7 @@ impl AgentTrust {
     pub(super) fn warnings(&self) -> Vec<String> {
         let now = crate::now();
         let mut warnings = Vec::new();
-        // The server's own authority is among the server's warnings.
+        // `ServerCertificate::warnings` already warns about the server's own authority.
         if !self.is_own {
             let authorities = &self.current().authorities;
             let what = "the authority of agents' certificates";

@@ -10,7 +10,7 @@ pub use issued::{Kind, Record, has_revoked, revocation_list, serial_text};
 
 use super::{
     certificate::Facts,
-    files::{self, fingerprint, minute},
+    files::{self, fingerprint, format_minute},
     names::is_dns_name_or_address,
 };
 use crate::util::{
@@ -129,7 +129,7 @@ impl Authority {
                 "the authority {} expired at {}; move the folder away, run `lockstep ca init`, and give the new certificate \
                  to all clients",
                 certificate.display(),
-                minute(facts.not_after)
+                format_minute(facts.not_after)
             ));
         }
         let issuer = Issuer::from_ca_cert_der(&der, pair).map_err(|_| not_ours(&certificate))?;

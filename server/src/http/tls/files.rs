@@ -35,12 +35,12 @@ pub(super) fn load(certificate: &Path, key: &Path) -> Result<LoadedCertificate, 
     }
     let now = crate::now();
     if facts.not_after < now {
-        return Err(format!("the certificate in {shown} expired at {}; renew it", minute(facts.not_after)));
+        return Err(format!("the certificate in {shown} expired at {}; renew it", format_minute(facts.not_after)));
     }
     if facts.not_before > now {
         return Err(format!(
             "the certificate in {shown} is not valid before {}; check this machine's clock",
-            minute(facts.not_before)
+            format_minute(facts.not_before)
         ));
     }
     Ok(LoadedCertificate { key: Arc::new(certified), facts })
@@ -66,7 +66,7 @@ pub(super) fn read_pair(certificate: &Path, key: &Path) -> Result<CertifiedKey, 
 }
 
 /// A time in UTC, to the minute.
-pub(super) fn minute(time: Timestamp) -> String {
+pub(super) fn format_minute(time: Timestamp) -> String {
     time.strftime("%Y-%m-%d %H:%M UTC").to_string()
 }
 

@@ -6,7 +6,7 @@ use crate::{
         access::{Caller, is_certificate},
     },
     http::{
-        ingress::{Ingress, Peer},
+        peer::{Peer, PeerPolicy},
         tls::{AgentTrust, ClientCertificate},
     },
     store::AgentRow,
@@ -17,14 +17,15 @@ use std::sync::Arc;
 /// Records how an agent has joined, and logs a warning if its certificate expires soon. Returns the certificate with which the agent has
 /// joined; `None` if it has joined with a token.
 pub(super) fn record_join(
-    ingress: &Ingress,
+    peer_policy: &PeerPolicy,
     caller: &Caller,
     peer: &Peer,
     agent: &AgentRow,
 ) -> Option<(Arc<AgentTrust>, Arc<ClientCertificate>)> {
     let uses_certificate = caller.token().is_some_and(is_certificate);
-    let joined = ingress.agent_trust().cloned().zip(peer.certificate.clone()).filter(|_| uses_certificate);
-    if let Some(trust) = ingress.agent_trust() {
+    let joined =
+        peer_policy.agent_trust().cloned().zip(peer.certificate.clone()).filter(|_| uses_certificate);
+    if let Some(trust) = peer_policy.agent_trust() {
         trust.note_join(&agent.id, &agent.name, joined.as_ref().map(|(_, certificate)| &**certificate));
         if let Some(warning) = trust.warning_of(&agent.id) {
             tracing::warn!(agent = agent.name, "{warning}");

@@ -4,7 +4,7 @@
 //! from `issued.jsonl`, and signed by the authority. Both files are replaced atomically.
 
 use super::{Authority, not_ours};
-use crate::{http::tls::files::minute, util::private_files};
+use crate::{http::tls::files::format_minute, util::private_files};
 use jiff::Timestamp;
 use rcgen::{CertificateRevocationListParams, KeyIdMethod, RevokedCertParams, SerialNumber};
 use serde::{Deserialize, Serialize};
@@ -155,7 +155,7 @@ impl Authority {
                 return Err(format!(
                     "no certificate of {name_or_serial} is valid: the last is {} since {}",
                     known.state(now),
-                    minute(when)
+                    format_minute(when)
                 ));
             }
             let is_serial = (MIN_DIGITS..=MAX_DIGITS).contains(&serial.len())

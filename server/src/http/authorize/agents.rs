@@ -1,10 +1,10 @@
 //! The identity of an agent that connects: from its certificate, or, if the server accepts that, from its token.
 
-use super::{Gate, bearer};
+use super::bearer;
 use crate::{
     auth::access::{Caller, Denied, certificate_id},
     config::AgentAuth,
-    http::{error::Error, ingress::Peer},
+    http::{HttpState, error::Error, peer::Peer},
 };
 use axum::http::{HeaderMap, header};
 use lockstep_protocol::access::Scope;
@@ -14,12 +14,12 @@ const ADVICE: &str = "start the agent with --cert-file and --key-file, or --pkcs
     --agent`)";
 
 /// Whether a request comes from an agent that can be identified.
-pub(crate) fn is_agent(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> bool {
-    let trust_and_certificate = gate.ingress.agent_trust().zip(peer.certificate.as_deref());
+pub(crate) fn is_agent(http: &HttpState, headers: &HeaderMap, peer: &Peer) -> bool {
+    let trust_and_certificate = http.peer_policy.agent_trust().zip(peer.certificate.as_deref());
     let token = headers.get(header::AUTHORIZATION).and_then(bearer);
     trust_and_certificate.is_some_and(|(trust, certificate)| trust.check(certificate).is_ok())
         || token
-            .and_then(|token| gate.auth.access.authenticate_token(token).ok())
+            .and_then(|token| http.auth.access.authenticate_token(token).ok())
             .is_some_and(|caller| caller.scope() == Some(Scope::Agent))
 }
 
@@ -28,16 +28,16 @@ pub(crate) fn is_agent(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> bool {
 /// # Errors
 /// The agent is refused. The refusal is also logged.
 pub(super) fn identify_by_certificate(
-    gate: &Gate,
+    http: &HttpState,
     headers: &HeaderMap,
     peer: &Peer,
 ) -> Result<Option<Caller>, Error> {
-    let auth = gate.config.agent_auth();
-    let Some(trust) = gate.ingress.agent_trust().filter(|_| gate.auth.access.must_authenticate) else {
+    let auth = http.config.agent_auth();
+    let Some(trust) = http.peer_policy.agent_trust().filter(|_| http.auth.access.must_authenticate) else {
         return Ok(None);
     };
     let refuse = |who: &str, why: &str, advice: &str| {
-        gate.agents.refusals.note(peer.address, who, why);
+        http.agents.refusals.note(peer.address, who, why);
         Err(Error::Unauthorized(format!("this server refuses the agent: {why}; {advice}")))
     };
     let Some(certificate) = &peer.certificate else {
@@ -63,7 +63,7 @@ pub(super) fn identify_by_certificate(
             "request a certificate that has the agent's name",
         );
     };
-    match gate.auth.access.authenticate_certificate(name, certificate.facts.not_before) {
+    match http.auth.access.authenticate_certificate(name, certificate.facts.not_before) {
         Ok(caller) => Ok(Some(caller)),
         Err(Denied::Revoked) => refuse(
             &who,

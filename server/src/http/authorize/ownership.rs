@@ -1,5 +1,5 @@
-//! The owners of jobs, datasets and models, and the rights of other callers. The gate checks these before the handler of every
-//! route that names such an object, so a new route cannot forget it. Private objects are "not found" for other callers. If the server has
+//! The owners of jobs, datasets and models, and the rights of other callers. They are checked before the handler of every
+//! route that names such an object, so a new route cannot forget the check. Private objects are "not found" for other callers. If the server has
 //! people, only owners and admins may change an object.
 
 use crate::{

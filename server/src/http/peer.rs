@@ -4,7 +4,7 @@
 use crate::{
     config::{
         ServeConfig,
-        addresses::{ProxyNetwork, PublicUrl, client_key, forwarded_address, host_and_port, is_loopback},
+        addresses::{client_key, forwarded_address, host_and_port, is_loopback},
     },
     http::{
         rate_limit::RateLimiter,
@@ -53,30 +53,19 @@ pub(crate) struct Peer {
     pub(crate) certificate: Option<Arc<ClientCertificate>>,
 }
 
-/// The configuration and state that this module needs.
-pub(crate) struct Ingress {
-    pub(crate) public_url: Option<PublicUrl>,
-    proxies: Vec<ProxyNetwork>,
+/// Which proxies are trusted, which names are this server's, and how many requests an address may send.
+pub(crate) struct PeerPolicy {
+    config: Arc<ServeConfig>,
     pub(crate) certificate: Option<Arc<ServerCertificate>>,
-    /// Whether requests without TLS are accepted only from trusted proxies and this machine.
-    requires_proxy: bool,
     limit: RateLimiter<IpAddr>,
-    /// When a client without a token last caused the checks of `/readyz`, and whether these succeeded.
+    /// Time and result of the latest check of `/readyz` for a client without a token. Further such clients get this result for a while.
     pub(crate) last_ready_check: tokio::sync::Mutex<Option<(Instant, bool)>>,
 }
 
-impl Ingress {
-    pub(crate) fn new(config: &ServeConfig, certificate: Option<Arc<ServerCertificate>>) -> Self {
-        Self {
-            public_url: config.public_url.clone(),
-            proxies: config.trusted_proxies.clone(),
-            certificate,
-            requires_proxy: !config.listen.ip().is_loopback()
-                && config.tls.is_none()
-                && !config.insecure_http,
-            limit: RateLimiter::new(config.requests_per_second),
-            last_ready_check: tokio::sync::Mutex::default(),
-        }
+impl PeerPolicy {
+    pub(crate) fn new(config: Arc<ServeConfig>, certificate: Option<Arc<ServerCertificate>>) -> Self {
+        let limit = RateLimiter::new(config.requests_per_second);
+        Self { config, certificate, limit, last_ready_check: tokio::sync::Mutex::default() }
     }
 
     /// The CA certificates that agents' certificates must come from. `None` if agents identify themselves by tokens only.
@@ -86,7 +75,7 @@ impl Ingress {
 
     /// Whether an address is a trusted proxy.
     pub(crate) fn is_proxy(&self, address: IpAddr) -> bool {
-        self.proxies.iter().any(|network| network.contains(address))
+        self.config.trusted_proxies.iter().any(|network| network.contains(address))
     }
 
     /// The sender of a request. `X-Forwarded-*` headers are used only if the request comes from a trusted proxy.
@@ -133,12 +122,12 @@ impl Ingress {
     }
 
     /// Whether `authority` (`host[:port]`) is a name of this server: from its public URL or its certificate, the address of the connection,
-    /// or loopback. A foreign web page cannot have any of these names.
+    /// or loopback. This prevents DNS rebinding: requests from a foreign web page have that page's host name.
     pub(crate) fn is_ours(&self, authority: &str, peer: &Peer) -> bool {
         let Some((host, _)) = host_and_port(authority) else { return false };
         is_loopback(host)
             || host.parse::<IpAddr>().is_ok_and(|address| address.to_canonical() == peer.transport.to)
-            || self.public_url.as_ref().is_some_and(|url| url.host().eq_ignore_ascii_case(host))
+            || self.config.public_url.as_ref().is_some_and(|url| url.host().eq_ignore_ascii_case(host))
             || (peer.is_https
                 && self.certificate.as_ref().is_some_and(|certificate| certificate.matches(host)))
     }
@@ -150,10 +139,11 @@ impl Ingress {
             Ok(address) => format!("[{address}]"),
             Err(_) => host.to_owned(),
         };
-        let url = self.public_url.as_ref().map(|url| url.host().to_owned());
+        let url = self.config.public_url.as_ref().map(|url| url.host().to_owned());
         let certificate =
             self.certificate.as_ref().filter(|_| peer.is_https).map(|certificate| certificate.names());
-        // The connection's address is left out behind a proxy, because only the proxy connects to it, and if the system did not report it.
+        // The connection's address is left out in two cases: behind a proxy, to which clients connect instead, and if the system did not
+        // report the address.
         let reached = Some(peer.transport.to).filter(|to| !peer.is_by_proxy && !to.is_unspecified());
         let reached = reached.map(|to| to.to_string());
         let fixed = ["127.0.0.1", "::1", "localhost"].map(str::to_owned);
@@ -177,12 +167,14 @@ impl Ingress {
     pub(crate) fn is_own_origin(&self, origin: &str, authority: &str, peer: &Peer) -> bool {
         let scheme = if peer.is_https { "https://" } else { "http://" };
         origin.strip_prefix(scheme).is_some_and(|rest| rest.eq_ignore_ascii_case(authority))
-            || self.public_url.as_ref().is_some_and(|url| url.to_string().eq_ignore_ascii_case(origin))
+            || self.config.public_url.as_ref().is_some_and(|url| url.to_string().eq_ignore_ascii_case(origin))
     }
 
-    /// Whether a request without TLS has bypassed the proxy through which all requests must come.
+    /// Whether a request without TLS has bypassed the proxy through which all requests of other machines must come.
     pub(crate) fn has_bypassed_proxy(&self, peer: &Peer) -> bool {
-        self.requires_proxy && !peer.is_by_proxy && !peer.transport.from.is_loopback()
+        let ServeConfig { listen, tls, insecure_http, .. } = &*self.config;
+        let requires_proxy = !listen.ip().is_loopback() && tls.is_none() && !insecure_http;
+        requires_proxy && !peer.is_by_proxy && !peer.transport.from.is_loopback()
     }
 
     /// Counts a request against the rate limit of its address. Programs of this machine are not limited.
@@ -195,10 +187,10 @@ impl Ingress {
     }
 
     /// Whether the response has `Strict-Transport-Security`: the request used HTTPS, and its host is the host of an HTTPS public URL.
-    pub(crate) fn is_strict(&self, authority: &str, peer: &Peer) -> bool {
+    pub(crate) fn has_hsts(&self, authority: &str, peer: &Peer) -> bool {
         let host = host_and_port(authority).map(|(host, _)| host);
         peer.is_https
-            && self.public_url.as_ref().is_some_and(|url| {
+            && self.config.public_url.as_ref().is_some_and(|url| {
                 url.is_https() && host.is_some_and(|host| url.host().eq_ignore_ascii_case(host))
             })
     }
@@ -225,31 +217,31 @@ impl Peer {
 mod tests {
     use super::*;
 
-    fn ingress(change: impl FnOnce(&mut ServeConfig)) -> Ingress {
+    fn policy(change: impl FnOnce(&mut ServeConfig)) -> PeerPolicy {
         let mut config = ServeConfig::new("nowhere");
         config.trusted_proxies = ["10.0.0.0/8", "127.0.0.1"].map(|n| n.parse().unwrap()).into();
         change(&mut config);
-        Ingress::new(&config, None)
+        PeerPolicy::new(Arc::new(config), None)
     }
 
-    fn peer(ingress: &Ingress, from: &str, headers: &[(&'static str, &str)]) -> Peer {
+    fn peer(policy: &PeerPolicy, from: &str, headers: &[(&'static str, &str)]) -> Peer {
         let transport =
             Transport { from: from.parse().unwrap(), to: "192.0.2.1".parse().unwrap(), is_tls: false };
         let mut all = HeaderMap::new();
         for (name, value) in headers {
             all.append(*name, value.parse().unwrap());
         }
-        ingress.peer(transport, &all)
+        policy.peer(transport, &all)
     }
 
     #[test]
     fn only_names_of_this_machine_are_accepted_as_hosts() {
-        let ingress = ingress(|_| {});
-        let peer = peer(&ingress, "127.0.0.1", &[]);
+        let policy = policy(|_| {});
+        let peer = peer(&policy, "127.0.0.1", &[]);
         for host in
             ["localhost", "LOCALHOST:7070", "127.0.0.1:80", "127.8.8.8", "[::1]", "[::1]:7070", "192.0.2.1:9"]
         {
-            assert!(ingress.is_ours(host, &peer), "{host}");
+            assert!(policy.is_ours(host, &peer), "{host}");
         }
         for host in [
             "",
@@ -265,16 +257,16 @@ mod tests {
             "::1",
             "192.0.2.2",
         ] {
-            assert!(!ingress.is_ours(host, &peer), "{host}");
+            assert!(!policy.is_ours(host, &peer), "{host}");
         }
     }
 
     #[test]
     fn refusals_list_the_accepted_names() {
-        let plain = ingress(|_| {});
+        let plain = policy(|_| {});
         let reached = peer(&plain, "203.0.113.9", &[]);
         assert_eq!(plain.names_in_words(&reached), "192.0.2.1, 127.0.0.1, [::1] and localhost");
-        let named = ingress(|c| c.public_url = Some("https://lockstep.example.org".parse().unwrap()));
+        let named = policy(|c| c.public_url = Some("https://lockstep.example.org".parse().unwrap()));
         let all = named.names_in_words(&reached);
         assert_eq!(all, "lockstep.example.org, 192.0.2.1, 127.0.0.1, [::1] and localhost");
         for name in all.split([',', ' ']).filter(|word| !word.is_empty() && *word != "and") {
@@ -286,10 +278,10 @@ mod tests {
 
     #[test]
     fn the_last_address_that_is_not_a_proxy_is_the_client() {
-        let ingress = ingress(|_| {});
+        let policy = policy(|_| {});
         let client = |from: &str, lines: &[&str]| {
             let headers: Vec<_> = lines.iter().map(|line| ("x-forwarded-for", *line)).collect();
-            peer(&ingress, from, &headers).address.to_string()
+            peer(&policy, from, &headers).address.to_string()
         };
         assert_eq!(client("10.0.0.1", &["203.0.113.7"]), "203.0.113.7");
         assert_eq!(client("10.0.0.1", &["1.1.1.1, 203.0.113.7, 10.9.9.9"]), "203.0.113.7");
@@ -298,10 +290,10 @@ mod tests {
         assert_eq!(client("10.0.0.1", &["1.1.1.1, nonsense, 10.2.2.2"]), "10.2.2.2");
         assert_eq!(client("10.0.0.1", &["10.3.3.3, 10.2.2.2"]), "10.3.3.3");
         assert_eq!(client("10.0.0.1", &[]), "10.0.0.1");
-        // Headers of other addresses are ignored.
+        // Headers from an address that is not a trusted proxy are ignored.
         assert_eq!(client("203.0.113.9", &["127.0.0.1"]), "203.0.113.9");
         let stranger = peer(
-            &ingress,
+            &policy,
             "203.0.113.9",
             &[("x-forwarded-proto", "https"), ("x-forwarded-host", "localhost"), ("host", "evil.example")],
         );

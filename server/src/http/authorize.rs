@@ -1,6 +1,6 @@
-//! The layer around every route that authenticates and authorises each request. Access is denied by default.
+//! Middleware of every route: authenticates and authorises each request. Access is denied by default.
 //!
-//! `gate/rules.rs` has the scope that a request needs, by method and route. A route that is not listed there needs a token.
+//! `authorize/rules.rs` has the scope that a request needs, by method and route. A route that is not listed there needs a token.
 //! Requests that may change something are written to the audit log here, so no handler can forget it.
 
 mod agents;
@@ -11,22 +11,17 @@ pub(crate) use agents::is_agent;
 pub(crate) use rules::{Requirement, is_upload, requirement};
 
 use crate::{
-    agents::Agents,
-    auth::{
-        Auth,
-        access::{Caller, Denied},
-    },
-    config::ServeConfig,
+    auth::access::{Caller, Denied},
     http::{
+        HttpState,
         error::{Error, PageError, render_for},
-        ingress::{Ingress, Peer},
-        rate_limit::RateLimiter,
+        peer::Peer,
         request_id,
     },
     store::principal,
-    util::tasks::Tasks,
 };
 use axum::{
+    Extension,
     extract::{MatchedPath, Request, State},
     http::{HeaderMap, HeaderValue, Method, StatusCode, header},
     middleware::Next,
@@ -49,39 +44,15 @@ const OBJECT_CHARS: usize = 300;
 const AGENT_TOKEN_ADVICE: &str =
     "give it --token-file with a token from `lockstep token create --scope agent --agent NAME`";
 
-/// Decides which requests reach their handlers.
-pub(crate) struct Gate {
-    pub(super) config: Arc<ServeConfig>,
-    auth: Arc<Auth>,
-    pub(super) agents: Arc<Agents>,
-    pub(super) ingress: Arc<Ingress>,
-    pub(super) tasks: Tasks,
-    /// The rate limit for each token and each signed-in person, by id.
-    token_limit: RateLimiter<String>,
-}
-
-impl Gate {
-    pub(crate) fn new(
-        config: Arc<ServeConfig>,
-        auth: Arc<Auth>,
-        agents: Arc<Agents>,
-        ingress: Arc<Ingress>,
-        tasks: Tasks,
-    ) -> Self {
-        let token_limit = RateLimiter::new(config.token_requests_per_second);
-        Self { config, auth, agents, ingress, tasks, token_limit }
-    }
-}
-
-/// Response extension of a handler that has signed a person or a token in, for the audit log.
+/// Response extension of a successful sign-in, by a person or with a token, for the audit log.
 #[derive(Debug, Clone)]
 pub(crate) struct SignedIn {
     pub(crate) who: String,
     pub(crate) token_id: String,
 }
 
-/// Response extension of a handler: the object of the request, if the path does not name the object, or the changes to the object. The
-/// audit log has the path and this text.
+/// Response extension: the text that the audit log shows after the request's path. It names the object if the path does not, or says what
+/// has changed in the object.
 #[derive(Debug, Clone)]
 pub(crate) struct AuditSubject(pub(crate) String);
 
@@ -98,26 +69,28 @@ impl AuditSubject {
 }
 
 /// Passes a request to its handler if the caller may make it, and records it in the audit log if it may change something.
-pub(crate) async fn authorize(State(gate): State<Arc<Gate>>, mut request: Request, next: Next) -> Response {
-    let tasks = gate.tasks.tracker.clone();
+pub(crate) async fn authorize(
+    State(http): State<Arc<HttpState>>,
+    Extension(peer): Extension<Peer>,
+    matched: Option<MatchedPath>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    let tasks = http.tasks.tracker.clone();
     let method = request.method().clone();
-    let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
-    let needed = requirement(&method, route.as_deref());
+    let route = matched.as_ref().map(MatchedPath::as_str);
+    let needed = requirement(&method, route);
     let path = request.uri().path().to_owned();
     // Path and query: for the audit log, and as the page to return to after a sign-in.
     let object: String =
         request.uri().path_and_query().map_or("", |p| p.as_str()).chars().take(OBJECT_CHARS).collect();
-    // Every request has a peer here, because the guard refuses requests without a peer.
-    let address = request.extensions().get::<Peer>().map(|peer| peer.address.to_string()).unwrap_or_default();
     let request_id = request_id::read(&request).to_owned();
-    let by_certificate = match request.extensions().get::<Peer>() {
-        Some(peer) if needed == Requirement::Scope(Scope::Agent) => {
-            agents::identify_by_certificate(&gate, request.headers(), peer)
-        }
+    let by_certificate = match needed {
+        Requirement::Scope(Scope::Agent) => agents::identify_by_certificate(&http, request.headers(), &peer),
         _ => Ok(None),
     };
     let identified = match by_certificate {
-        Ok(None) => identify(&gate, request.headers(), &path),
+        Ok(None) => identify(&http, request.headers(), &path),
         agent_or_error => agent_or_error,
     };
     let caller = match identified {
@@ -126,7 +99,7 @@ pub(crate) async fn authorize(State(gate): State<Arc<Gate>>, mut request: Reques
         Err(error) => return error.into_response(),
     };
     if let Some(caller) = caller.as_ref().filter(|_| needed != Requirement::Nothing)
-        && let Err(error) = check_token_rate(&gate, caller)
+        && let Err(error) = check_token_rate(&http, caller)
     {
         return error_response(caller, error, &path);
     }
@@ -144,8 +117,8 @@ pub(crate) async fn authorize(State(gate): State<Arc<Gate>>, mut request: Reques
         }
         _ => {}
     }
-    if let (Some(caller), Some(route)) = (&caller, &route)
-        && let Err(error) = ownership::check(&gate.auth, caller, &method, route, &mut request).await
+    if let (Some(caller), Some(route)) = (&caller, route)
+        && let Err(error) = ownership::check(&http.auth, caller, &method, route, &mut request).await
     {
         return error_response(caller, error, &path);
     }
@@ -153,23 +126,24 @@ pub(crate) async fn authorize(State(gate): State<Arc<Gate>>, mut request: Reques
     if let Some(caller) = &caller {
         request.extensions_mut().insert(caller.clone());
     }
-    let is_recorded = rules::is_recorded(&method, route.as_deref());
-    let is_detached = rules::is_detached(&method, route.as_deref());
+    let is_recorded = rules::is_recorded(&method, route);
+    let is_detached = rules::is_detached(&method, route);
     let work = async move {
+        let route = matched.as_ref().map(MatchedPath::as_str);
         let response = render_for(user, next.run(request).await);
         let signed_in = response.extensions().get::<SignedIn>().cloned();
         let status = response.status();
         // A request without a caller is recorded only if it is a sign-in. The number of failed sign-ins is limited; other requests could
         // displace important entries.
-        let is_sign_in = rules::is_sign_in(route.as_deref());
-        let is_failed_sign_in = rules::is_failed_sign_in(route.as_deref(), status);
+        let is_sign_in = rules::is_sign_in(route);
+        let is_failed_sign_in = rules::is_failed_sign_in(route, status);
         let is_recorded = is_recorded && status != StatusCode::METHOD_NOT_ALLOWED;
         if signed_in.is_some() || is_failed_sign_in || (is_recorded && caller.is_some()) {
             let token = caller.as_ref().and_then(Caller::token);
             let action = if is_sign_in {
                 "sign in".to_owned()
             } else {
-                format!("{method} {}", route.as_deref().unwrap_or("(no such address)"))
+                format!("{method} {}", route.unwrap_or("(no such address)"))
             };
             // The URL of a sign-in may contain a code or a token, which must not be recorded.
             let mut object = if is_sign_in { path } else { object };
@@ -184,12 +158,12 @@ pub(crate) async fn authorize(State(gate): State<Arc<Gate>>, mut request: Reques
                 (None, Some(token)) => (token.who(), token.id.clone()),
                 (None, None) => Default::default(),
             };
-            gate.auth.audit.put(AuditEntry {
+            http.auth.audit.put(AuditEntry {
                 id: uuid::Uuid::now_v7().simple().to_string(),
                 at: crate::now(),
                 who,
                 token_id,
-                address,
+                address: peer.address.to_string(),
                 action,
                 object,
                 status: status.as_u16(),
@@ -224,8 +198,8 @@ fn created_object(response: &Response) -> Option<&str> {
 }
 
 /// The caller that these headers authenticate; `None` without credentials. A token in `Authorization` is preferred to a cookie.
-fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Caller>, Error> {
-    if !gate.auth.access.must_authenticate {
+fn identify(http: &HttpState, headers: &HeaderMap, path: &str) -> Result<Option<Caller>, Error> {
+    if !http.auth.access.must_authenticate {
         return Ok(Some(Caller::anybody()));
     }
     if let Some(value) = headers.get(header::AUTHORIZATION) {
@@ -233,7 +207,7 @@ fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Calle
             let detail = "the Authorization header must be: Bearer TOKEN";
             return Err(Error::Unauthorized(detail.into()));
         };
-        return gate.auth.access.authenticate_token(&token).map(Some).map_err(|denied| {
+        return http.auth.access.authenticate_token(&token).map(Some).map_err(|denied| {
             Error::Unauthorized(match denied {
                 Denied::Unknown if is_for_agents(path) => {
                     format!("this server does not know the agent's token; {AGENT_TOKEN_ADVICE}")
@@ -241,15 +215,16 @@ fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Calle
                 Denied::Unknown => "this server does not know that token; see `lockstep token create`".into(),
                 Denied::Revoked => "that token was revoked; ask for another token".into(),
                 Denied::RevokedUntilRestart => {
-                    "that token of the server's machine was revoked; restart the server, which writes a new one".into()
+                    "the server's own token was revoked; restart the server, which then writes another token"
+                        .into()
                 }
                 Denied::Expired => "that token has expired; ask for another token".into(),
                 Denied::Disabled => "the owner of that token may not use this server; ask an admin".into(),
             })
         });
     }
-    Ok(cookie(headers, &gate.auth.cookie_name)
-        .and_then(|secret| gate.auth.access.authenticate_session(secret)))
+    Ok(cookie(headers, &http.auth.cookie_name)
+        .and_then(|secret| http.auth.access.authenticate_session(secret)))
 }
 
 /// The token of an `Authorization` header.
@@ -267,7 +242,8 @@ fn mlflow_password(value: &HeaderValue, path: &str) -> Option<String> {
     Some(password.to_owned())
 }
 
-/// Whether a path belongs to MLflow's REST interface, of which this server has only some calls of version 2.0.
+/// Whether a path belongs to MLflow's REST interface. The server has only some calls of version 2.0; other calls get an error in MLflow's
+/// format.
 pub(crate) fn is_mlflow(path: &str) -> bool {
     ["/api/2.0/mlflow", "/api/3.0/mlflow"].iter().any(|prefix| path.starts_with(prefix))
 }
@@ -314,7 +290,7 @@ pub(crate) fn login_address(back: &str) -> String {
 fn forbidden_response(caller: &Caller, scope: Scope, path: &str) -> Response {
     let name = caller.token().map_or("", |token| &token.name);
     let has = caller.scope().map_or("none", Scope::as_str);
-    // Whether the caller uses a session of the person. A session that a token's login link began has only the rights of the token.
+    // Whether the person signed in with the person's own account. A session that began with a token's login link has only the token's rights.
     let is_own_session = |person: &&str| {
         caller.session().is_some() && caller.token().is_some_and(|token| token.id == principal(person))
     };
@@ -351,9 +327,9 @@ fn error_response(caller: &Caller, error: Error, path: &str) -> Response {
 
 /// Counts a request against the rate limit of its token or person. Requests of agents are limited by size instead (`agents/inbox.rs`,
 /// `checkpoints/uploads.rs`).
-fn check_token_rate(gate: &Gate, caller: &Caller) -> Result<(), Error> {
+fn check_token_rate(http: &HttpState, caller: &Caller) -> Result<(), Error> {
     let Some(token) = caller.token().filter(|_| caller.scope() != Some(Scope::Agent)) else { return Ok(()) };
-    gate.token_limit.take(token.id.as_str()).map_err(|seconds| {
+    http.token_limit.take(token.id.as_str()).map_err(|seconds| {
         let detail = format!(
             "too many requests with this token or of this person; ask again in {seconds} s (`lockstep serve --token-requests-per-second` \
              sets how many are answered)"

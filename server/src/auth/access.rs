@@ -55,7 +55,7 @@ const PURGE_INTERVAL: Duration = Duration::from_secs(3600);
 /// Time for which lists still show a token after it was revoked or has expired.
 const INVALID_TOKEN_LIFE: Duration = Duration::from_secs(90 * 24 * 3600);
 
-/// Why a token is refused. Only somebody who has a known token gets another reason than `Unknown`.
+/// Why a token is refused. A request without a known token gets no other reason than `Unknown`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Denied {
     Unknown,

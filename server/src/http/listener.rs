@@ -1,4 +1,4 @@
-//! Accepts connections up to a limit, closes idle connections, and ends all connections in order when the server stops.
+//! Accepts connections up to a limit, closes idle connections, and closes all connections gracefully when the server stops.
 //!
 //! A connection costs a file descriptor, and a client that opens many connections and sends nothing would leave none for others. So a
 //! request's head must arrive within a time limit, and an idle connection is closed after the same time. When the number of connections

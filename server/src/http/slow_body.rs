@@ -30,7 +30,11 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Limits the time between two parts of a request's body. If the body stops arriving, the response is 408 instead of the handler's
 /// response. If the handler's response is 413, the rest of the body is read first.
-pub(crate) async fn limit_body_time(State(config): State<Arc<ServeConfig>>, request: Request, next: Next) -> Response {
+pub(crate) async fn limit_body_time(
+    State(config): State<Arc<ServeConfig>>,
+    request: Request,
+    next: Next,
+) -> Response {
     if request.body().is_end_stream() {
         return next.run(request).await;
     }

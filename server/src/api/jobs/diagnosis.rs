@@ -40,10 +40,10 @@ const MIN_EPOCHS: u64 = 3;
 /// With fewer training pictures than this, trained weights are worthwhile.
 const FEW_TRAINING_PICTURES: u64 = 5000;
 
-/// Returns the diagnosis of a job. `None` if the job neither runs, succeeded, nor diverged, or has too few validations; after the end, also
-/// if the job needs no advice and has no training accuracy that can be compared. A sentence about validation pictures that the initial
-/// weights were trained on precedes, and is there for every validated job. The page links to clones with the values that the text
-/// names, such as `train.lr = 0.01`.
+/// Returns the diagnosis of a job that runs, has succeeded or has diverged. `None` for other jobs, for jobs with too few validations, and
+/// for a succeeded job that needs no advice and has no training accuracy that can be compared. If the initial weights were trained on
+/// validation pictures, the diagnosis of every validated job begins with a sentence that says so. The page links to clones with the values
+/// that the text names, such as `train.lr = 0.01`.
 pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Result<Option<String>> {
     let has_diverged =
         job.cause.as_ref().is_some_and(|cause| matches!(cause.kind(), ReasonKind::Diverged { .. }));
@@ -128,7 +128,7 @@ fn validated_with_weights<'a>(jobs: impl IntoIterator<Item = &'a Job>) -> Vec<Jo
     jobs.into_iter().filter(|job| job.best.is_some() && has_weights(job)).map(|job| job.id.clone()).collect()
 }
 
-/// Sets the diagnosis of the jobs of a list that were validated on training pictures of their initial weights to the sentence that says so.
+/// Sets the diagnosis of each job of a list whose initial weights were trained on validation pictures to the sentence that says so.
 pub(super) async fn mark_trained_validation(store: &dyn Store, jobs: &mut [Job]) -> Result<()> {
     let mut found = store.trained_validation(&validated_with_weights(&*jobs)).await?;
     jobs.iter_mut().for_each(|job| job.diagnosis = found.remove(&job.id));

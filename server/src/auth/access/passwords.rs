@@ -59,7 +59,7 @@ impl Queue {
 pub(crate) struct Passwords {
     /// The queue for new passwords, and for sign-ins from addresses from which the person has not signed in before. Guesses come from such
     /// addresses.
-    strangers: Queue,
+    unfamiliar: Queue,
     /// The queue for sign-ins from addresses from which the person has signed in before.
     familiar: Queue,
 }
@@ -67,14 +67,14 @@ pub(crate) struct Passwords {
 impl Default for Passwords {
     fn default() -> Self {
         let cores = thread::available_parallelism().map_or(1, usize::from);
-        Self { strangers: Queue::new((cores / 2).clamp(1, MAX_CONCURRENT)), familiar: Queue::new(1) }
+        Self { unfamiliar: Queue::new((cores / 2).clamp(1, MAX_CONCURRENT)), familiar: Queue::new(1) }
     }
 }
 
 impl Passwords {
     /// The hash to store, with a random salt.
     pub(crate) async fn hash(&self, password: Password) -> Result<String, PasswordError> {
-        run_in_turn(&self.strangers, move || {
+        run_in_turn(&self.unfamiliar, move || {
             let hash = argon2()?.hash_password(password.0.as_bytes());
             hash.map(|hash| hash.to_string()).map_err(|error| error.to_string())
         })
@@ -90,7 +90,7 @@ impl Passwords {
         hash: Option<String>,
         is_familiar: bool,
     ) -> Result<bool, PasswordError> {
-        let queue = if is_familiar { &self.familiar } else { &self.strangers };
+        let queue = if is_familiar { &self.familiar } else { &self.unfamiliar };
         run_in_turn(queue, move || {
             let Some(hash) = hash else {
                 let mut thrown_away = [0; Params::DEFAULT_OUTPUT_LEN];
@@ -157,20 +157,20 @@ mod tests {
     async fn the_number_of_waiting_checks_is_limited() {
         let passwords = Arc::new(Passwords::default());
         // All permits are taken.
-        let permits = passwords.strangers.hashing.available_permits() as u32;
-        let taken = passwords.strangers.hashing.clone().acquire_many_owned(permits).await.unwrap();
+        let permits = passwords.unfamiliar.hashing.available_permits() as u32;
+        let taken = passwords.unfamiliar.hashing.clone().acquire_many_owned(permits).await.unwrap();
         let waiting: Vec<_> = (0..MAX_WAITING)
             .map(|_| {
                 let passwords = passwords.clone();
                 tokio::spawn(async move { passwords.verify(password("x"), None, false).await.is_ok() })
             })
             .collect();
-        while passwords.strangers.waiting.available_permits() > 0 {
+        while passwords.unfamiliar.waiting.available_permits() > 0 {
             tokio::task::yield_now().await;
         }
         assert!(matches!(passwords.verify(password("x"), None, false).await, Err(PasswordError::Busy)));
         let familiar = passwords.verify(password("x"), None, true).await;
-        assert!(familiar.is_ok(), "known addresses do not wait behind strangers");
+        assert!(familiar.is_ok(), "familiar addresses do not wait behind other addresses");
         for one in waiting.iter().skip(1) {
             one.abort();
         }

@@ -247,7 +247,9 @@ impl AgentTrust {
     /// # Errors
     /// Why the certificate is refused; a sentence.
     pub(crate) fn check(&self, certificate: &ClientCertificate) -> Result<(), String> {
-        let Some((leaf, rest)) = certificate.chain.split_first() else { return Err("its certificate chain is empty".into()) };
+        let Some((leaf, rest)) = certificate.chain.split_first() else {
+            return Err("its certificate chain is empty".into());
+        };
         let verified = self.current().verifier.verify_client_cert(leaf, rest, UnixTime::now());
         verified.map(drop).map_err(|error| self.in_words(&error, Some(&certificate.facts)))
     }

@@ -35,7 +35,10 @@ pub(super) fn load(certificate: &Path, key: &Path) -> Result<LoadedCertificate, 
     }
     let now = crate::now();
     if facts.not_after < now {
-        return Err(format!("the certificate in {shown} expired at {}; renew it", format_minute(facts.not_after)));
+        return Err(format!(
+            "the certificate in {shown} expired at {}; renew it",
+            format_minute(facts.not_after)
+        ));
     }
     if facts.not_before > now {
         return Err(format!(

@@ -15,7 +15,7 @@ mod routes;
 mod sessions;
 mod tokens;
 
-use crate::test_server::TestServer;
+use crate::{agent::Agent, test_server::TestServer};
 use reqwest::Client;
 
 /// Clients of people, each with a token of the greatest scope that the role allows.
@@ -24,6 +24,9 @@ struct People {
     mona: Client,
     otto: Client,
     ada: Client,
+    /// Secrets of the tokens of Mona's and Otto's clients.
+    mona_secret: String,
+    otto_secret: String,
 }
 
 /// Adds a viewer, two members and an admin.
@@ -31,11 +34,17 @@ async fn add_people(server: &TestServer) -> People {
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member"), ("ada", "admin")] {
         server.add_person(name, role).await;
     }
-    let client = async |name: &str, scope: &str| server.client_of(name, scope).await.0;
-    People {
-        vera: client("vera", "read").await,
-        mona: client("mona", "submit").await,
-        otto: client("otto", "submit").await,
-        ada: client("ada", "admin").await,
-    }
+    let (vera, _) = server.client_of("vera", "read").await;
+    let (mona, mona_secret) = server.client_of("mona", "submit").await;
+    let (otto, otto_secret) = server.client_of("otto", "submit").await;
+    let (ada, _) = server.client_of("ada", "admin").await;
+    People { vera, mona, otto, ada, mona_secret, otto_secret }
+}
+
+/// Starts a server with an agent and people. Members may register datasets only below a root, so every folder is below one.
+async fn server_with_people() -> (TestServer, Agent, People) {
+    let server = TestServer::with(|config| config.dataset_roots = vec!["/".into()]).await;
+    let agent = Agent::join_with_dataset(&server, 2).await;
+    let people = add_people(&server).await;
+    (server, agent, people)
 }

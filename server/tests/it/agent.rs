@@ -265,6 +265,13 @@ pub async fn server_with_agent(slots: u32) -> (TestServer, Agent) {
     (server, agent)
 }
 
+/// Same as [`server_with_agent`] with two slots, but the agent is drained, so that no job starts.
+pub async fn server_with_drained_agent() -> (TestServer, Agent) {
+    let (server, agent) = server_with_agent(2).await;
+    assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
+    (server, agent)
+}
+
 /// Starts a server, the agent `a` with two slots, and a job as [`Agent::start_job`] does.
 pub async fn start_job(change: impl FnOnce(&mut Value)) -> (TestServer, Agent, String, AttemptRef) {
     let (server, mut agent) = server_with_agent(2).await;

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{running, start_job},
-    test_server::TestServer,
+    test_server::{TestServer, column},
 };
 use lockstep_protocol::agent::{AttemptEvent, LogLine, Source};
 use serde_json::{Value, json};
@@ -33,7 +33,7 @@ async fn read_pages(
 }
 
 fn texts(page: &Value, list: &str, key: &str) -> Vec<String> {
-    page[list].as_array().unwrap().iter().map(|element| element[key].to_string()).collect()
+    column(&page[list], key).iter().map(Value::to_string).collect()
 }
 
 #[tokio::test]

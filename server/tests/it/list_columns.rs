@@ -3,6 +3,7 @@
 use crate::{
     agent::{running, server_with_agent},
     lists::read_names,
+    test_server::{column, wait_until},
 };
 use lockstep_protocol::{
     JobState,
@@ -59,8 +60,7 @@ async fn jobs_are_sorted_by_tags_lists_and_metrics_and_show_requested_metrics() 
         }
     }
     let (_, page) = server.get("/jobs?sort=name&metrics=step_ms,grad_norm").await;
-    let reported: Vec<_> =
-        page["jobs"].as_array().unwrap().iter().map(|job| job["last"]["step_ms"].clone()).collect();
+    let reported: Vec<_> = column(&page["jobs"], "last").iter().map(|last| last["step_ms"].clone()).collect();
     assert_eq!(reported, [json!(6.0), json!(1.5), Value::Null], "means over the ranks");
     let (_, page) = server.get("/jobs?sort=name").await;
     assert!(page["jobs"][0]["last"].get("step_ms").is_none() && page["jobs"][0]["last"].get("lr").is_some());
@@ -84,35 +84,23 @@ async fn a_waiting_job_in_a_list_shows_its_place_and_reason() {
     submit("two", 1).await;
     agent.expect_start().await;
     let waiting = submit("both", 2).await;
-    let find_reason = async |message: &str| {
-        let (_, job) = server.get(&format!("/jobs/{waiting}")).await;
-        let (_, list) = server.get("/jobs?state=queued&fields=reason,queue").await;
-        let reason = job["reason"].as_str().unwrap_or_default();
-        let is_shown_everywhere =
-            list["jobs"][0]["reason"] == job["reason"] && job["queue"]["reason"]["words"] == job["reason"];
-        (reason.contains(message) && job["queue"]["place"] == 1 && is_shown_everywhere)
-            .then_some(job["last_seq"].clone())
-    };
     let wait_for_reason = async |message: &str| {
-        for _ in 0..400 {
-            if let Some(seq) = find_reason(message).await {
-                return seq;
-            }
-            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
-        }
-        panic!("the reason never contains {message}: {:#}", server.get(&format!("/jobs/{waiting}")).await.1)
+        let mut job = Value::Null;
+        wait_until(&format!("the reason contains {message}"), async || {
+            job = server.get_ok(&format!("/jobs/{waiting}")).await;
+            let list = server.get_ok("/jobs?state=queued&fields=reason,queue").await;
+            let reason = job["reason"].as_str().unwrap_or_default();
+            let is_shown_everywhere =
+                list["jobs"][0]["reason"] == reason && job["queue"]["reason"]["words"] == reason;
+            reason.contains(message) && job["queue"]["place"] == 1 && is_shown_everywhere
+        })
+        .await;
+        job["last_seq"].take()
     };
     wait_for_reason("0 of 2").await;
     // The reason is shown from memory at once. Its event is stored later.
-    let mut stored = 0;
-    for _ in 0..400 {
-        stored = server.stored_events(waiting.as_str()).await.len();
-        if stored > 1 {
-            break;
-        }
-        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
-    }
-    assert_eq!(stored, 2, "one event for the submission and one for the reason");
+    let what = "an event of the submission and one of the reason are stored";
+    wait_until(what, async || server.stored_events(waiting.as_str()).await.len() == 2).await;
     let seq_before_end = wait_for_reason("0 of 2").await;
     agent.report(&first, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&first, Ending::Failed { reason: "the end".into(), retriable: false }).await;

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, line, losses, running, start_job},
-    test_server::{TestServer, assert_refused},
+    test_server::{TestServer, assert_refused, column},
 };
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest, AttemptEvent, Ending, LogLine, Source, ToAgent},
@@ -13,8 +13,8 @@ use serde_json::Value;
 /// Reads all pages, and returns the texts of the lines and the number of pages.
 async fn read_all(server: &TestServer, path: &str) -> (Vec<String>, usize) {
     let pages = server.read_pages(path).await;
-    let lines = pages.iter().flat_map(|page| page["lines"].as_array().unwrap());
-    (lines.map(|line| line["text"].to_string()).collect(), pages.len())
+    let texts = pages.iter().flat_map(|page| column(&page["lines"], "text"));
+    (texts.map(|text| text.to_string()).collect(), pages.len())
 }
 
 #[tokio::test]
@@ -116,8 +116,7 @@ async fn pages_of_events_are_filtered_by_type() {
     let (_, page) = server.get(&format!("/jobs/{id}/events?type=state,metrics&fields=type")).await;
     let expected: Vec<_> =
         stored.iter().map(|e| e["type"].clone()).filter(|t| t == "state" || t == "metrics").collect();
-    let returned: Vec<_> = page["events"].as_array().unwrap().iter().map(|e| e["type"].clone()).collect();
-    assert_eq!(returned, expected);
+    assert_eq!(column(&page["events"], "type"), expected);
     assert_refused(server.get(&format!("/jobs/{id}/events?type=stat")).await, 400, "\"state\"");
     server.stop().await;
 }
@@ -144,9 +143,8 @@ async fn pages_of_a_dataset_have_all_its_pictures() {
     let path = "/datasets/pictures/samples?limit=2";
     let pages = server.read_pages(path).await;
     assert!(pages.iter().all(|page| page["total"] == 5), "{pages:?}");
-    let samples = pages.iter().flat_map(|page| page["samples"].as_array().unwrap());
-    let indices: Vec<_> = samples.map(|sample| sample["index"].clone()).collect();
-    assert_eq!((Value::from(indices), pages.len()), (serde_json::json!([0, 1, 2, 3, 4]), 3));
+    let indices: Vec<_> = pages.iter().flat_map(|page| column(&page["samples"], "index")).collect();
+    assert_eq!((indices, pages.len()), ([0, 1, 2, 3, 4].map(Value::from).to_vec(), 3));
     let cursor = pages[0]["next_cursor"].as_str().unwrap();
     for (parameter, message) in [
         ("&offset=2", "leave one of them out"),

@@ -4,7 +4,7 @@ use crate::{
     agent::{Agent, checkpoint, running, start_job},
     document::create_failed_job,
     postgres,
-    test_server::{TestServer, spec},
+    test_server::{TestServer, column, spec},
     uploads::{AttemptApi, manifest},
 };
 use lockstep_protocol::agent::{AgentReply, AttemptEvent, CheckpointInfo, Ending, Source};
@@ -95,9 +95,7 @@ async fn test_models(server: TestServer) {
     assert_eq!(server.delete("/models/shoes/versions/2").await.0, 404);
     assert_eq!(server.post("/models", &first).await.1["version"], 3);
     let (_, shown) = server.get("/models/shoes").await;
-    let numbers: Vec<_> =
-        shown["versions"].as_array().unwrap().iter().map(|v| v["version"].clone()).collect();
-    assert_eq!(numbers, [3, 1], "newest first");
+    assert_eq!(column(&shown["versions"], "version"), [3, 1], "newest first");
 
     // Pages.
     assert!(server.get_text("/models").await.1.contains("href=\"/models/shoes\""));

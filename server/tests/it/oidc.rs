@@ -4,10 +4,13 @@ mod names;
 mod provider;
 mod upkeep;
 
-use crate::test_server::{TestServer, assert_refused, client_without_redirects, config};
+use crate::{
+    starting::start_error,
+    test_server::{TestServer, assert_refused, client_without_redirects, config},
+};
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use lockstep_protocol::people::Role;
-use lockstep_server::{ServeError, serve};
+use lockstep_server::ServeConfig;
 use provider::{Behaviour, Browser, CLIENT, Provider, SECRET, Signer, location};
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -305,24 +308,20 @@ async fn failed_sign_ins_are_limited_and_logged() {
 #[tokio::test]
 async fn incomplete_oidc_settings_are_named_and_routes_need_a_provider() {
     let provider = Provider::start().await;
-    let start_error = async |change: &dyn Fn(&mut lockstep_server::ServeConfig)| {
+    let error_with = async |change: &dyn Fn(&mut ServeConfig)| {
         let dir = tempfile::tempdir().unwrap();
         let mut config = config(&dir);
         config.oidc = Some(provider.config());
         change(&mut config);
-        match serve(config, |_| panic!("the server must not start"), std::future::pending()).await {
-            Err(error @ ServeError::Oidc(_)) => error.to_string(),
-            other => panic!("{other:?}"),
-        }
+        start_error(config).await.to_string()
     };
-    let on_all_addresses = |c: &mut lockstep_server::ServeConfig| {
+    let on_all_addresses = |c: &mut ServeConfig| {
         (c.listen, c.insecure_http) = ("0.0.0.0:0".parse().unwrap(), true);
     };
-    assert!(start_error(&on_all_addresses).await.contains("--public-url"));
-    assert!(start_error(&|c| c.no_auth = true).await.contains("--no-auth"));
-    let no_ca =
-        |c: &mut lockstep_server::ServeConfig| c.oidc.as_mut().unwrap().ca_file = Some("/nowhere".into());
-    assert!(start_error(&no_ca).await.contains("/nowhere"));
+    assert!(error_with(&on_all_addresses).await.contains("--public-url"));
+    assert!(error_with(&|c| c.no_auth = true).await.contains("--no-auth"));
+    let no_ca = |c: &mut ServeConfig| c.oidc.as_mut().unwrap().ca_file = Some("/nowhere".into());
+    assert!(error_with(&no_ca).await.contains("/nowhere"));
 
     let server = TestServer::new().await;
     let mut browser = Browser::new(&server);

@@ -1,13 +1,10 @@
 //! The list of the queue: order, reasons, reservations.
 
 use crate::{
-    agent::{Agent, server_with_agent},
+    agent::{Agent, server_with_agent, server_with_drained_agent},
     test_server::{TIMEOUT, TestServer},
 };
-use lockstep_protocol::{
-    agent::{Ending, ToAgent},
-    job::Job,
-};
+use lockstep_protocol::{agent::Ending, job::Job};
 use lockstep_server::FairShare;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -109,8 +106,7 @@ async fn slots_are_assigned_in_listed_order_and_jobs_have_reasons() {
 
 #[tokio::test]
 async fn the_queue_is_paged_and_refuses_unknown_parameters() {
-    let (server, _agent) = server_with_agent(2).await;
-    assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
+    let (server, _agent) = server_with_drained_agent().await;
     let mut ids = Vec::new();
     for name in ["a", "b", "c", "d", "e"] {
         ids.push(submit(&server, name, 1, json!({})).await.id);
@@ -220,10 +216,7 @@ async fn preempted_jobs_keep_slots_while_writing_checkpoints() {
     let low = submit(&server, "low", 2, json!({"preemptible": true})).await;
     let attempt = agent.expect_start().await.attempt;
     let high = submit(&server, "high", 1, json!({"priority": 5})).await;
-    match agent.next().await {
-        Some(ToAgent::Stop { patient: true, .. }) => {}
-        other => panic!("{other:?}"),
-    }
+    assert!(agent.expect_stop().await);
     let is_reserved =
         |queue: &Value| has_jobs(queue, &["high"]) && queue["reservations"][0]["ending"] == json!([0]);
     let queue = wait_for_queue(&server, "a slot is reserved", is_reserved).await;

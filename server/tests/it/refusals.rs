@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{dataset_info, server_with_agent, start_job},
-    test_server::{TestServer, assert_mistake, assert_refused, spec},
+    test_server::{TestServer, assert_mistake, assert_refused, column, spec},
 };
 use lockstep_protocol::dataset::DatasetInfo;
 use serde_json::{Value, json};
@@ -65,8 +65,7 @@ async fn all_errors_of_a_specification_are_named_with_pointers() {
         let mut document = spec();
         document["parallel"] = parallel;
         let (_, body) = server.post("/jobs/validate", &document).await;
-        let found: Vec<_> = body["errors"].as_array().unwrap().iter().map(|e| e["pointer"].clone()).collect();
-        assert_eq!(found, pointers, "{body}");
+        assert_eq!(column(&body["errors"], "pointer"), pointers, "{body}");
     }
     let (_, list) = server.get("/jobs").await;
     assert_eq!(list["jobs"], json!([]), "no job is created");

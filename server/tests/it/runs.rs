@@ -2,7 +2,7 @@
 
 mod mlflow;
 
-use crate::test_server::{TestServer, assert_refused, wait_until};
+use crate::test_server::{TestServer, assert_refused, column, wait_until};
 use lockstep_protocol::job::{Job, JobState, Measured};
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -55,9 +55,8 @@ async fn runs_are_filtered_and_grouped_by_their_settings() {
         ("data.dataset=own", &["a", "b", "c", "d", "e", "f", "g"]),
     ] {
         let (status, list) = server.get(&format!("/jobs?sort=name&where={condition}")).await;
-        let names: Vec<_> =
-            list["jobs"].as_array().unwrap().iter().map(|job| job["name"].as_str().unwrap()).collect();
-        assert_eq!((status, &names[..]), (200, expected), "{condition}");
+        assert_eq!(status, 200, "{condition}: {list}");
+        assert_eq!(column(&list["jobs"], "name"), expected, "{condition}");
     }
     let (_, groups) = server.get("/jobs/groups?by=train.lr").await;
     assert_eq!(groups["groups"].as_array().unwrap().len(), 3, "0.3, 0.01 and no number: {groups}");

@@ -65,7 +65,7 @@ async fn readers_receive_all_stored_events_whenever_they_connect() {
     let mut acknowledged = 0;
     for burst in 0..100_u64 {
         if burst % 5 == 0 {
-            // A random sequence number up to the last stored event's. Each acknowledged report has stored at least two events.
+            // A random number, at most the number of the last stored event: every acknowledged report has stored at least two events.
             let since = random.below(acknowledged * 2 + 1);
             readers.push((
                 since,
@@ -103,8 +103,8 @@ async fn readers_receive_all_stored_events_whenever_they_connect() {
     let stored = server.stored_events(&id).await;
     let seqs: Vec<u64> = stored.iter().map(|e| e["seq"].as_u64().unwrap()).collect();
     assert_eq!(seqs, (1..=stored.len() as u64).collect::<Vec<_>>(), "numbered from 1 without a gap");
-    // There are 4 events before the first burst. Each burst has a log line and two metrics of each rank. The last event is the end. No
-    // point is lost.
+    // There are four events before the first burst. Each burst has five: a log line of rank 0, and loss and accuracy of both ranks. The last
+    // event is the end.
     assert_eq!(stored.len(), 4 + 100 * 5 + 1);
     for rank in 0..2 {
         let of_rank = stored.iter().filter(|e| e["name"] == "accuracy" && e["rank"] == rank);
@@ -166,7 +166,7 @@ async fn a_stalled_reader_is_disconnected_and_loses_nothing() {
 }
 
 #[tokio::test]
-async fn a_since_above_the_last_event_s_number_counts_as_that_number() {
+async fn since_above_the_last_event_starts_after_the_last_event() {
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     let last_seq = server.job(&id).await.last_seq;
@@ -179,7 +179,7 @@ async fn a_since_above_the_last_event_s_number_counts_as_that_number() {
         assert_eq!((frames.len(), &frames[1]["seq"]), (2, &json!(last_seq)), "{frames:?}");
         readers.push(reader);
     }
-    // One row of five events.
+    // The store keeps these five events in one row.
     let columns = ["loss", "accuracy", "lr", "step_ms", "data_ms"];
     let columns = columns.map(|name| MetricColumn { name: name.into(), steps: vec![1], values: vec![0.5] });
     let metrics = AttemptEvent::Metrics { rank: 0, columns: columns.into() };
@@ -239,10 +239,9 @@ async fn a_request_for_a_job_waits_for_its_end() {
 }
 
 #[tokio::test]
-async fn the_list_s_stream_has_every_change_and_deletion() {
+async fn job_list_stream_has_every_change_and_deletion() {
     let server = TestServer::new().await;
-    let mut list = Stream::open(server.socket_request("/stream", &server.token)).await;
-    assert_eq!(list.next().await.unwrap()["type"], "live");
+    let mut list = server.stream_list(&server.token).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (id, attempt) = agent.start_job(&server, |_| {}).await;
     list.until(|f| f["type"] == "job" && f["job"]["state"] == "starting").await;

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{dataset_info, server_with_agent},
-    test_server::{TestServer, assert_mistake, spec},
+    test_server::{TestServer, assert_mistake, spec, with_form},
 };
 use lockstep_protocol::{
     agent::AgentReply,
@@ -105,9 +105,7 @@ async fn jobs_use_the_available_validation_split_by_default() {
     }
     // The unchanged form without scripts has the same effect as a job file.
     let fields = "name=x&data.dataset=like-imagenet&data.validation=test&model.arch=resnet20";
-    let request = server.http.post(server.url("/jobs/new")).body(fields);
-    let request = request.header("content-type", "application/x-www-form-urlencoded");
-    let response = request.send().await.unwrap();
+    let response = with_form(server.http.post(server.url("/jobs/new")), fields).send().await.unwrap();
     assert_eq!(response.status(), 200, "{}", response.text().await.unwrap());
     let (_, jobs) = server.get("/jobs").await;
     assert_eq!(jobs["jobs"][0]["spec"]["data"]["validation"], "val");

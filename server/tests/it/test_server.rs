@@ -6,7 +6,13 @@ use lockstep_protocol::job::{Job, JobState};
 use lockstep_server::{ServeConfig, ServeError, serve};
 use serde_json::{Value, json};
 use sqlx::{AssertSqlSafe, Connection};
-use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf, sync::Mutex, time::Duration};
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    sync::Mutex,
+    time::Duration,
+};
 use tempfile::TempDir;
 use tokio::{
     sync::oneshot,
@@ -15,7 +21,7 @@ use tokio::{
 };
 use tokio_tungstenite::{
     connect_async,
-    tungstenite::{Message, client::IntoClientRequest, handshake::client::Request},
+    tungstenite::{self, Message, client::IntoClientRequest, handshake::client::Request},
 };
 
 /// Time limit of each wait. Only a server that hangs reaches it.
@@ -52,6 +58,33 @@ pub fn client_without_redirects(token: &str) -> reqwest::Client {
     client_builder(token).redirect(reqwest::redirect::Policy::none()).build().unwrap()
 }
 
+/// A client without a token that connects from this address of the machine, and returns redirects.
+pub fn client_from(address: [u8; 4]) -> reqwest::Client {
+    let client = client_builder("").local_address(IpAddr::from(address));
+    client.redirect(reqwest::redirect::Policy::none()).build().unwrap()
+}
+
+/// Adds the fields of an HTML form to a request.
+pub fn with_form(
+    request: reqwest::RequestBuilder,
+    fields: impl Into<reqwest::Body>,
+) -> reqwest::RequestBuilder {
+    request.header("content-type", "application/x-www-form-urlencoded").body(fields)
+}
+
+/// The status with which the server refuses to open a websocket.
+pub async fn refused_status(request: Request) -> u16 {
+    match connect_async(request).await {
+        Err(tungstenite::Error::Http(response)) => response.status().as_u16(),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The value of this key in each element of a list.
+pub fn column(list: &Value, key: &str) -> Vec<Value> {
+    list.as_array().unwrap().iter().map(|element| element[key].clone()).collect()
+}
+
 /// The builder of [`client`], for tests that set more than a token. The client trusts no CA certificates, because reading the system's
 /// CA certificates takes longer than a request.
 pub fn client_builder(token: &str) -> reqwest::ClientBuilder {
@@ -71,7 +104,7 @@ pub fn config(dir: &TempDir) -> ServeConfig {
 }
 
 /// The URL of the Postgres database that belongs to a data directory; `None` if tests use SQLite. The first call creates the database.
-/// No file in the directory has the URL, because tests compare the directory's content.
+/// The URL is remembered in memory and not in a file of the directory, because tests compare the directory's content.
 pub fn database_of(dir: &TempDir) -> Option<String> {
     static CREATED: Mutex<BTreeMap<PathBuf, String>> = Mutex::new(BTreeMap::new());
     postgres::wanted().then(|| {
@@ -114,7 +147,7 @@ impl TestServer {
         Self::open(tempfile::tempdir().unwrap(), change).await
     }
 
-    /// Starts a server with this lease and frequent heartbeats.
+    /// Starts a server with this lease, which expects a heartbeat every 100 ms.
     pub async fn with_lease(lease: Duration) -> Self {
         Self::with(|c| (c.lease, c.heartbeat) = (lease, Duration::from_millis(100))).await
     }
@@ -127,7 +160,7 @@ impl TestServer {
     }
 
     pub async fn open(dir: TempDir, change: impl FnOnce(&mut ServeConfig)) -> Self {
-        // Clients without TLS settings use this provider.
+        // The default crypto provider of rustls, for clients that set none.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let mut config = config(&dir);
         config.database = database_of(&dir);
@@ -175,7 +208,7 @@ impl TestServer {
         self.make_token(&json!({"name": agent, "scope": "agent", "agent": agent})).await.1
     }
 
-    /// Stops the server in order, and returns its directory.
+    /// Stops the server gracefully, and returns its directory.
     pub async fn stop(self) -> TempDir {
         let _ = self.stop.send(());
         timeout(TIMEOUT, self.task).await.expect("stops in time").unwrap().unwrap();
@@ -228,7 +261,7 @@ impl TestServer {
         (status, serde_json::from_str(&text).unwrap_or(Value::Null))
     }
 
-    /// Returns all pages of a list. The path has the query of the first page.
+    /// Returns all pages of a list. The path must have a query, because cursors are appended to it.
     pub async fn read_pages(&self, path: &str) -> Vec<Value> {
         let (mut pages, mut cursor) = (Vec::new(), Some(String::new()));
         while let Some(after) = cursor {
@@ -289,6 +322,11 @@ impl TestServer {
         frames.last().unwrap()["reason"].as_str().unwrap().to_owned()
     }
 
+    /// Opens the stream of the list of jobs with this token.
+    pub async fn stream_list(&self, token: &str) -> Stream {
+        Stream::open_list(self.socket_request("/stream", token)).await
+    }
+
     pub async fn stream(&self, id: &str, since: u64) -> Stream {
         Stream::open(self.socket_request(&format!("/jobs/{id}/stream?since={since}"), &self.token)).await
     }
@@ -341,6 +379,13 @@ pub struct Stream(
 impl Stream {
     pub async fn open(request: Request) -> Self {
         Self(timeout(TIMEOUT, connect_async(request)).await.unwrap().unwrap().0)
+    }
+
+    /// Opens the stream of the list of jobs, and waits until it is live.
+    pub async fn open_list(request: Request) -> Self {
+        let mut list = Self::open(request).await;
+        assert_eq!(list.next().await.unwrap()["type"], "live");
+        list
     }
 
     /// Returns the next frame except `progress`, which is not stored; `Err` with code and reason if the server closes the stream.

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, running},
-    test_server::{TIMEOUT, TestServer, assert_mistake},
+    test_server::{TIMEOUT, TestServer, assert_mistake, with_form},
 };
 use axum::{
     Router,
@@ -622,8 +622,7 @@ async fn webhooks_are_added_tested_and_removed_on_their_page() {
     let mut receiver = Receiver::new().await;
     let server = server_without_machines().await;
     let post = async |body: String| {
-        let form = server.http.post(server.url("/webhooks"));
-        let form = form.header("content-type", "application/x-www-form-urlencoded").body(body);
+        let form = with_form(server.http.post(server.url("/webhooks")), body);
         let response = form.send().await.unwrap();
         (response.status().as_u16(), response.text().await.unwrap())
     };

@@ -2,12 +2,11 @@
 
 use crate::{
     agent::{Agent, hello, losses, running, start_job},
-    test_server::{TIMEOUT, TestServer},
+    test_server::{TIMEOUT, TestServer, refused_status},
 };
 use lockstep_protocol::agent::{FromAgent, Source, ToAgent};
 use serde_json::json;
 use std::time::{Duration, Instant};
-use tokio_tungstenite::{connect_async, tungstenite};
 
 /// A `Hello` with this id. The list of machines shows all ids, so an agent could send another agent's id.
 fn hello_as(id: &str, name: &str) -> FromAgent {
@@ -28,10 +27,8 @@ async fn a_token_belongs_to_one_agent_and_needs_the_agent_scope() {
     let server = TestServer::new().await;
     for scope in ["read", "submit", "admin"] {
         let (_, token) = server.make_token(&json!({"name": scope, "scope": scope})).await;
-        match connect_async(server.socket_request("/agent/socket", &token)).await {
-            Err(tungstenite::Error::Http(response)) => assert_eq!(response.status().as_u16(), 403, "{scope}"),
-            other => panic!("{scope}: {other:?}"),
-        }
+        let status = refused_status(server.socket_request("/agent/socket", &token)).await;
+        assert_eq!(status, 403, "{scope}");
     }
     let token_a = server.agent_token("a").await;
     // The token belongs to the first new agent of this name.
@@ -72,10 +69,7 @@ async fn an_agent_with_a_revoked_token_is_disconnected() {
     assert_eq!(server.delete(&format!("/tokens/{id}")).await.0, 204);
     assert_eq!(agent.next().await, None);
     assert!(since.elapsed() < Duration::from_secs(5), "{:?}", since.elapsed());
-    match connect_async(server.socket_request("/agent/socket", &token)).await {
-        Err(tungstenite::Error::Http(response)) => assert_eq!(response.status().as_u16(), 401),
-        other => panic!("{other:?}"),
-    }
+    assert_eq!(refused_status(server.socket_request("/agent/socket", &token)).await, 401);
     server.stop().await;
 }
 

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::start_job,
-    test_server::{TestServer, client, client_without_redirects, wait_until},
+    test_server::{TestServer, client, client_without_redirects, wait_until, with_form},
 };
 use serde_json::{Value, json};
 
@@ -73,9 +73,9 @@ async fn all_changing_requests_are_in_the_audit_log() {
 #[tokio::test]
 async fn created_objects_and_changes_are_in_the_audit_log() {
     let (server, _agent, job, _) = start_job(|s| s["name"] = json!("a job")).await;
-    let form = client_without_redirects(&server.token).post(server.url("/jobs/new"));
-    let form = form.header("content-type", "application/x-www-form-urlencoded");
-    let response = form.body("name=x&data.dataset=pictures&model.arch=resnet20").send().await.unwrap();
+    let request = client_without_redirects(&server.token).post(server.url("/jobs/new"));
+    let form = with_form(request, "name=x&data.dataset=pictures&model.arch=resnet20");
+    let response = form.send().await.unwrap();
     assert_eq!(response.status(), 303, "{}", response.text().await.unwrap());
     let location = response.headers()["location"].to_str().unwrap();
     let objects: Vec<_> = entries(&server).await.into_iter().map(|e| e["object"].clone()).collect();
@@ -110,10 +110,9 @@ async fn audit_details_are_truncated_after_300_characters() {
     // A form of the page People is logged with the person's name. The limit counts characters, not bytes.
     let logged = |letters: usize| format!("Add \"{}", "ä".repeat(letters));
     for (letters, expected) in [(294, logged(294) + "\""), (295, logged(295)), (2000, logged(295))] {
-        let form = server.http.post(server.url("/people"));
-        let form = form.header("content-type", "application/x-www-form-urlencoded");
-        let body = format!("action=add&name={}&password=correct+horse", "%C3%A4".repeat(letters));
-        assert_eq!(form.body(body).send().await.unwrap().status(), 422, "{letters}");
+        let fields = format!("action=add&name={}&password=correct+horse", "%C3%A4".repeat(letters));
+        let form = with_form(server.http.post(server.url("/people")), fields);
+        assert_eq!(form.send().await.unwrap().status(), 422, "{letters}");
         assert_eq!(entries(&server).await[0]["object"], format!("/people: {expected}"), "{letters}");
     }
     server.stop().await;

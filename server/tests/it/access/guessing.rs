@@ -1,11 +1,10 @@
 //! Measures how ten thousand wrong passwords affect the sign-in of other people.
 
 use super::people::PASSWORD;
-use crate::test_server::{TestServer, client_builder};
+use crate::test_server::{TestServer, client_from, with_form};
 use reqwest::Client;
 use std::{
     collections::BTreeMap,
-    net::IpAddr,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU32, Ordering},
@@ -16,15 +15,9 @@ use std::{
 /// Number of concurrent guesses.
 const CONCURRENT: u32 = 64;
 
-/// A client that connects from this address.
-fn client_from(address: [u8; 4]) -> Client {
-    let client = client_builder("").local_address(IpAddr::from(address));
-    client.redirect(reqwest::redirect::Policy::none()).build().unwrap()
-}
-
 async fn sign_in(client: &Client, url: &str, name: &str, password: &str) -> u16 {
-    let request = client.post(url).header("content-type", "application/x-www-form-urlencoded");
-    request.body(format!("name={name}&password={password}")).send().await.unwrap().status().as_u16()
+    let form = with_form(client.post(url), format!("name={name}&password={password}"));
+    form.send().await.unwrap().status().as_u16()
 }
 
 /// Tries `count` wrong passwords concurrently, and returns the number of responses with each status. `name_of(n)` is the name of guess `n`.

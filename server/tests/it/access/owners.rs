@@ -1,10 +1,10 @@
 //! Owners of jobs, datasets and tokens: the objects that members may change, and private objects.
 
-use super::{People, add_people};
+use super::{People, add_people, server_with_people};
 use crate::{
-    agent::{Agent, dataset_info},
+    agent::{dataset_info, server_with_drained_agent},
     document::create_failed_job,
-    test_server::{Stream, TIMEOUT, TestServer, assert_mistake, assert_refused, client, spec},
+    test_server::{TIMEOUT, TestServer, assert_mistake, assert_refused, client, column, spec},
 };
 use reqwest::Client;
 use serde_json::{Value, json};
@@ -47,10 +47,7 @@ fn named_spec(name: &str) -> Value {
 
 #[tokio::test]
 async fn members_change_only_their_own_jobs_and_admins_all() {
-    let server = TestServer::new().await;
-    // The agent is drained, so that no job starts.
-    let _agent = Agent::join_with_dataset(&server, 2).await;
-    assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
+    let (server, _agent) = server_with_drained_agent().await;
     let ci = server.submitter("ci").await;
     let (_, servers_job) = server.post("/jobs", &named_spec("old")).await;
     assert_eq!(servers_job["owner"], "this machine", "{servers_job}");
@@ -64,7 +61,7 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
         "while the server has no people, any token that may submit also changes jobs"
     );
 
-    let People { vera, mona, otto, ada } = add_people(&server).await;
+    let People { vera, mona, otto, ada, .. } = add_people(&server).await;
     assert_refused(server.send_as(&ci, "PATCH", &servers_job, note()).await, 403, "the server's own token");
     let (status, made) = server.send_as(&mona, "POST", "/jobs", Some(named_spec("hers"))).await;
     assert!(status == 201 && made["owner"] == "mona", "{made}");
@@ -105,8 +102,7 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
     server.send_as(&mona, "POST", "/jobs", Some(named_spec("one"))).await;
     server.send_as(&otto, "POST", "/jobs", Some(named_spec("two"))).await;
     let (_, list) = server.get("/jobs?owner=mona").await;
-    let names: Vec<_> = list["jobs"].as_array().unwrap().iter().map(|job| job["name"].clone()).collect();
-    assert_eq!(names, ["one"]);
+    assert_eq!(column(&list["jobs"], "name"), ["one"]);
     assert_eq!(server.get(&format!("/jobs?owner={}", "a".repeat(200))).await.0, 200);
     assert_eq!(server.get(&format!("/jobs?owner={}", "a".repeat(201))).await.0, 422);
 
@@ -127,15 +123,8 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
 
 #[tokio::test]
 async fn private_jobs_are_visible_only_to_owners_and_admins() {
-    // Members may register only folders below a root.
-    let mut server = TestServer::with(|config| config.dataset_roots = vec!["/".into()]).await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
-        server.add_person(name, role).await;
-    }
-    let (mona, mona_secret) = server.client_of("mona", "submit").await;
-    let (otto, otto_secret) = server.client_of("otto", "submit").await;
-    let (vera, _) = server.client_of("vera", "read").await;
+    let (mut server, mut agent, people) = server_with_people().await;
+    let People { vera, mona, otto, mona_secret, otto_secret, .. } = people;
     let admin = std::mem::replace(&mut server.http, mona.clone());
     let (job, checkpoint) = create_failed_job(&server, &mut agent, |spec| {
         spec["name"] = "secret run".into();
@@ -204,9 +193,7 @@ async fn private_jobs_are_visible_only_to_owners_and_admins() {
     // The live list.
     let mut lists = Vec::new();
     for secret in [&mona_secret, &otto_secret] {
-        let mut list = Stream::open(server.socket_request("/stream", secret)).await;
-        assert_eq!(list.next().await.unwrap()["type"], "live");
-        lists.push(list);
+        lists.push(server.stream_list(secret).await);
     }
     server.send_as(&mona, "POST", "/jobs", Some(private_spec("secret again"))).await;
     let since = Instant::now();
@@ -253,8 +240,7 @@ async fn people_create_tokens_within_their_role() {
         assert_eq!(actual, status, "{made}");
     }
     let (_, list) = server.send_as(&client_of_hour, "GET", "/tokens", None).await;
-    let owners: Vec<_> = list["tokens"].as_array().unwrap().iter().map(|t| t["owner"].clone()).collect();
-    assert_eq!(owners, ["mona"; 4], "{list}");
+    assert_eq!(column(&list["tokens"], "owner"), ["mona"; 4], "{list}");
     let (otto, _) = server.client_of("otto", "submit").await;
     let path = format!("/tokens/{}", token_of_hour["id"].as_str().unwrap());
     assert_eq!(server.send_as(&otto, "DELETE", &path, None).await.0, 404, "a token of another person");
@@ -323,8 +309,7 @@ async fn people_create_tokens_within_their_role() {
     // A change of the person's role changes the rights of tokens and closes websockets; so does disabling the person.
     let (ada, secret) = server.client_of("ada", "admin").await;
     assert_eq!(server.send_as(&ada, "GET", "/people", None).await.0, 200);
-    let mut list = Stream::open(server.socket_request("/stream", &secret)).await;
-    assert_eq!(list.next().await.unwrap()["type"], "live");
+    let mut list = server.stream_list(&secret).await;
     assert_eq!(server.change_person("ada", &json!({"role": "viewer"})).await.0, 200);
     assert_eq!(
         list.next().await.unwrap_err().0,
@@ -334,8 +319,7 @@ async fn people_create_tokens_within_their_role() {
     let role = "the role of the token's owner ada allows only read";
     assert_refused(server.send_as(&ada, "GET", "/people", None).await, 403, role);
     assert_eq!(server.send_as(&ada, "GET", "/jobs", None).await.0, 200);
-    let mut list = Stream::open(server.socket_request("/stream", &secret)).await;
-    assert_eq!(list.next().await.unwrap()["type"], "live");
+    let mut list = server.stream_list(&secret).await;
     let since = Instant::now();
     assert_eq!(server.change_person("ada", &json!({"disabled": true})).await.0, 200);
     assert_eq!(list.next().await.unwrap_err().0, 4401);

@@ -1,7 +1,8 @@
 //! Panels of jobs and projects: inheritance, rights, limits.
 
+use super::{People, add_people};
 use crate::{
-    agent::Agent,
+    agent::server_with_drained_agent,
     test_server::{TestServer, assert_mistake, spec, wait_until},
 };
 use lockstep_protocol::limits::{MAX_PANEL_METRICS, MAX_PANELS, PANEL_TITLE_CHARS};
@@ -13,13 +14,6 @@ fn panel(title: &str, metrics: &[&str]) -> Value {
 
 fn panels(titles: &[&str]) -> Value {
     json!({"panels": titles.iter().map(|title| panel(title, &["loss"])).collect::<Vec<_>>()})
-}
-
-/// An agent that is drained, so that no job starts.
-async fn idle_agent(server: &TestServer) -> Agent {
-    let agent = Agent::join_with_dataset(server, 2).await;
-    assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
-    agent
 }
 
 /// Returns the source of a job's panels, and their titles.
@@ -35,8 +29,7 @@ fn expected(from: &str, titles: &[&str]) -> (String, Vec<String>) {
 
 #[tokio::test]
 async fn a_job_without_own_panels_shows_its_project_s_panels() {
-    let server = TestServer::new().await;
-    let _agent = idle_agent(&server).await;
+    let (server, _agent) = server_with_drained_agent().await;
     let one = server.submit(|_| {}).await.id.to_string();
     let two = server.submit(|_| {}).await.id.to_string();
     assert_eq!(read_panels(&server, &one).await, expected("none", &[]));
@@ -90,8 +83,7 @@ async fn a_job_without_own_panels_shows_its_project_s_panels() {
 
 #[tokio::test]
 async fn the_number_of_panels_is_limited() {
-    let server = TestServer::new().await;
-    let _agent = idle_agent(&server).await;
+    let (server, _agent) = server_with_drained_agent().await;
     let id = server.submit(|_| {}).await.id.to_string();
     let path = format!("/jobs/{id}/panels");
     let title = "ä".repeat(PANEL_TITLE_CHARS);
@@ -124,14 +116,8 @@ async fn the_number_of_panels_is_limited() {
 
 #[tokio::test]
 async fn panels_need_the_right_to_change_the_job_or_project() {
-    let server = TestServer::new().await;
-    let _agent = idle_agent(&server).await;
-    for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member")] {
-        server.add_person(name, role).await;
-    }
-    let (mona, _) = server.client_of("mona", "submit").await;
-    let (otto, _) = server.client_of("otto", "submit").await;
-    let (vera, _) = server.client_of("vera", "read").await;
+    let (server, _agent) = server_with_drained_agent().await;
+    let People { vera, mona, otto, .. } = add_people(&server).await;
     let mut spec_of_mona = spec();
     spec_of_mona["project"] = "hers".into();
     let (_, job) = server.send_as(&mona, "POST", "/jobs", Some(spec_of_mona.clone())).await;

@@ -1,14 +1,11 @@
 //! People: the first admin, sign-in by password, changes of people, and limits.
 
 use super::sessions::{Browser, location};
-use crate::test_server::{Stream, TestServer, assert_refused, client_builder, socket_request};
+use crate::test_server::{TestServer, assert_refused, client_from, with_form};
 use lockstep_protocol::limits::{MAX_PEOPLE, PASSWORD_CHARS, PERSON_NAME_CHARS};
 use reqwest::Method;
 use serde_json::{Value, json};
-use std::{
-    net::IpAddr,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 /// The password of all people in these tests.
 pub(super) const PASSWORD: &str = "correct horse";
@@ -43,11 +40,8 @@ async fn try_password(
     name: &str,
     password: &str,
 ) -> (u16, String, Duration) {
-    let client =
-        client_builder("").local_address(IpAddr::from(from)).redirect(reqwest::redirect::Policy::none());
-    let body = format!("name={name}&password={password}");
-    let request = client.build().unwrap().post(server.url("/login")).body(body);
-    let request = request.header("content-type", "application/x-www-form-urlencoded");
+    let fields = format!("name={name}&password={password}");
+    let request = with_form(client_from(from).post(server.url("/login")), fields);
     let since = Instant::now();
     let response = request.send().await.unwrap();
     (response.status().as_u16(), response.text().await.unwrap(), since.elapsed())
@@ -227,10 +221,7 @@ async fn changing_a_person_ends_sessions_and_websockets() {
         }
         let browser = server.signed_in("ada").await;
         let cookie = browser.cookie.clone();
-        let mut request = socket_request(server.address, "/stream", "");
-        request.headers_mut().insert("cookie", cookie.parse().unwrap());
-        let mut list = Stream::open(request).await;
-        assert_eq!(list.next().await.unwrap()["type"], "live");
+        let mut list = browser.stream_list().await;
         let since = Instant::now();
         let status = match change {
             Value::Null => server.delete("/people/ada").await.0,
@@ -368,8 +359,7 @@ async fn people_page_has_the_same_effects_as_the_api() {
     }
     // A request from another origin is refused in spite of the cookie.
     let request = ada.client.post(server.url("/people")).header("cookie", &ada.cookie);
-    let request = request.header("origin", "http://evil.example").body("action=remove&name=ada");
-    let request = request.header("content-type", "application/x-www-form-urlencoded");
+    let request = with_form(request.header("origin", "http://evil.example"), "action=remove&name=ada");
     assert_eq!(request.send().await.unwrap().status(), 403);
     server.stop().await;
 }

@@ -1,14 +1,10 @@
 //! Private objects get the same response as missing objects, also for otherwise invalid requests.
 
 use super::{
-    add_people,
     routes::{METHODS, every_path},
+    server_with_people,
 };
-use crate::{
-    agent::{Agent, dataset_info},
-    document::create_failed_job,
-    test_server::TestServer,
-};
+use crate::{agent::dataset_info, document::create_failed_job, test_server::TestServer};
 use lockstep_protocol::JobId;
 use reqwest::{Client, Method, RequestBuilder};
 use serde_json::json;
@@ -47,10 +43,7 @@ async fn comparable_response(
 
 #[tokio::test]
 async fn private_ids_get_the_same_response_as_unknown_ids() {
-    // Members may register only folders below a root.
-    let mut server = TestServer::with(|config| config.dataset_roots = vec!["/".into()]).await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let people = add_people(&server).await;
+    let (mut server, mut agent, people) = server_with_people().await;
     let admin = std::mem::replace(&mut server.http, people.mona.clone());
     let (job, checkpoint) =
         create_failed_job(&server, &mut agent, |spec| spec["private"] = json!(true)).await;

@@ -1,8 +1,8 @@
 //! Lists, counts, projects, metrics, events and cursors do not show private objects of others.
 
-use super::{People, add_people};
+use super::{People, add_people, server_with_people};
 use crate::{
-    agent::{Agent, dataset_info, server_with_agent},
+    agent::{Agent, dataset_info, server_with_drained_agent},
     document::create_failed_job,
     test_server::{Stream, TestServer, spec},
 };
@@ -79,10 +79,8 @@ async fn read_all(server: &TestServer, who: &Client, path: &str, key: &str) -> (
 
 #[tokio::test]
 async fn lists_hide_private_jobs_of_others() {
-    // Members may register only folders below a root.
-    let mut server = TestServer::with(|c| c.dataset_roots = vec!["/".into()]).await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let People { vera, mona, otto, ada } = add_people(&server).await;
+    let (mut server, mut agent, people) = server_with_people().await;
+    let People { vera, mona, otto, ada, .. } = people;
     let Jobs { open, secret } = create_jobs(&mut server, &mut agent, &mona, &otto).await;
     let new = json!({"name": "secret-pictures", "path": "/secret", "private": true});
     let registered = server.send_as(&mona, "POST", "/datasets", Some(new));
@@ -228,13 +226,8 @@ async fn lists_hide_private_jobs_of_others() {
 
 #[tokio::test]
 async fn changes_of_a_job_are_streamed_to_its_readers() {
-    let (server, _agent) = server_with_agent(2).await;
-    assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
-    for (name, role) in [("mona", "member"), ("otto", "member")] {
-        server.add_person(name, role).await;
-    }
-    let (mona, mona_secret) = server.client_of("mona", "submit").await;
-    let (otto, otto_secret) = server.client_of("otto", "submit").await;
+    let (server, _agent) = server_with_drained_agent().await;
+    let People { mona, otto, mona_secret, otto_secret, .. } = add_people(&server).await;
     let submit = async |who: &Client, private: bool| {
         let mut spec = spec();
         spec["private"] = json!(private);
@@ -246,9 +239,7 @@ async fn changes_of_a_job_are_streamed_to_its_readers() {
     let (secret, open) = (submit(&mona, true).await, submit(&otto, false).await);
     let mut lists = Vec::new();
     for token in [&mona_secret, &otto_secret] {
-        let mut list = Stream::open(server.socket_request("/stream", token)).await;
-        assert_eq!(list.next().await.unwrap()["type"], "live");
-        lists.push(list);
+        lists.push(server.stream_list(token).await);
     }
     let mut job = Stream::open(server.socket_request(&format!("/jobs/{secret}/stream"), &mona_secret)).await;
     let hello = job.until(|frame| frame["type"] == "live").await.swap_remove(0);

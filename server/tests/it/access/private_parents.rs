@@ -2,7 +2,7 @@
 
 use super::{People, add_people};
 use crate::{
-    agent::{Agent, losses, running},
+    agent::{Agent, losses, running, server_with_agent},
     document::create_failed_job,
     test_server::{Stream, TestServer},
 };
@@ -65,12 +65,9 @@ async fn read_everything(server: &TestServer, who: &Client, token: &str, id: &st
 
 #[tokio::test]
 async fn a_public_fork_shows_a_private_parent_only_to_its_readers() {
-    let mut server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let People { mona, otto, ada, .. } = add_people(&server).await;
-    let (_, otto_secret) = server.client_of("otto", "submit").await;
-    let mut list = Stream::open(server.socket_request("/stream", &otto_secret)).await;
-    list.until(|frame| frame["type"] == "live").await;
+    let (mut server, mut agent) = server_with_agent(2).await;
+    let People { mona, otto, otto_secret, ada, .. } = add_people(&server).await;
+    let mut list = server.stream_list(&otto_secret).await;
     let (secret, fork) = create_public_fork(&mut server, &mut agent, &mona).await;
     let attempt = agent.expect_start().await.attempt;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 5), losses(0, 6..=9)]).await;
@@ -116,9 +113,8 @@ async fn a_public_fork_shows_a_private_parent_only_to_its_readers() {
 
 #[tokio::test]
 async fn forks_show_public_parents_and_own_private_parents() {
-    let mut server = TestServer::new().await;
-    let mut agent = Agent::join_with_dataset(&server, 2).await;
-    let People { mona, otto, .. } = add_people(&server).await;
+    let (mut server, mut agent) = server_with_agent(2).await;
+    let People { mona, otto, otto_secret, .. } = add_people(&server).await;
     server.http = mona.clone();
     for private in [false, true] {
         let (id, checkpoint) =
@@ -138,7 +134,6 @@ async fn forks_show_public_parents_and_own_private_parents() {
     let private = json!({"set": {"private": true}});
     let (status, fork) = server.post(&format!("/jobs/{id}/fork"), &private).await;
     assert_eq!(status, 201, "{fork}");
-    let (_, otto_secret) = server.client_of("otto", "submit").await;
     for (source, text) in read_everything(&server, &otto, &otto_secret, &id).await {
         assert!(!text.contains(fork["id"].as_str().unwrap()), "{source}: {text}");
     }

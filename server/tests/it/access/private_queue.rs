@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 #[tokio::test]
 async fn the_queue_shows_only_places_of_private_jobs_to_others() {
     let (server, mut agent) = server_with_agent(2).await;
-    let People { vera, mona, otto, ada } = add_people(&server).await;
+    let People { vera, mona, otto, ada, .. } = add_people(&server).await;
     let submit = async |who: &Client, name: &str, ranks: u32, private: bool| {
         let mut spec = spec();
         spec["name"] = json!(name);

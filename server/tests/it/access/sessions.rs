@@ -1,7 +1,7 @@
 //! Sessions of browsers: login links, the sign-in form, cookies, and signing out.
 
 use crate::{
-    test_server::{Stream, TestServer, client_builder, client_without_redirects, socket_request},
+    test_server::{Stream, TestServer, client_builder, client_without_redirects, with_form},
     tls::{Files, http, with_tls},
 };
 use reqwest::{Client, Response};
@@ -28,8 +28,14 @@ impl<'a> Browser<'a> {
     pub(super) async fn post(&self, path: &str, fields: &str) -> Response {
         let request = self.client.post(self.server.url(path)).header("cookie", &self.cookie);
         let request = request.header("origin", format!("http://{}", self.server.address));
-        let request = request.header("content-type", "application/x-www-form-urlencoded");
-        request.body(fields.to_owned()).send().await.unwrap()
+        with_form(request, fields.to_owned()).send().await.unwrap()
+    }
+
+    /// Opens the stream of the list of jobs.
+    pub(super) async fn stream_list(&self) -> Stream {
+        let mut request = self.server.socket_request("/stream", "");
+        request.headers_mut().insert("cookie", self.cookie.parse().unwrap());
+        Stream::open_list(request).await
     }
 
     pub(super) async fn sign_in(&self, name: &str, password: &str) -> Response {
@@ -90,10 +96,7 @@ async fn a_link_is_valid_once_and_its_session_survives_a_restart() {
     assert!(page.contains("Sign out") && page.contains("href=\"/audit\""), "{page}");
 
     // The websocket of a page authenticates by the cookie. Signing out closes the websocket.
-    let mut request = socket_request(server.address, "/stream", "");
-    request.headers_mut().insert("cookie", browser.cookie.parse().unwrap());
-    let mut list = Stream::open(request).await;
-    assert_eq!(list.next().await.unwrap()["type"], "live");
+    let mut list = browser.stream_list().await;
     let other_page = browser
         .client
         .post(server.url("/logout"))

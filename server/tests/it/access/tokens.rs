@@ -2,7 +2,7 @@
 
 use crate::{
     starting::start_error,
-    test_server::{Stream, TestServer, assert_refused, client, config},
+    test_server::{TestServer, assert_refused, client, config},
 };
 use lockstep_protocol::limits::{MAX_TOKENS, TOKEN_DAYS, TOKEN_NAME_CHARS};
 use serde_json::{Value, json};
@@ -114,8 +114,7 @@ async fn connections_of_revoked_or_expired_tokens_are_closed_in_five_seconds() {
     for expires_in_secs in [None, Some(5)] {
         let body = json!({"name": "t", "scope": "read", "expires_in_secs": expires_in_secs});
         let (id, secret) = server.make_token(&body).await;
-        let mut list = Stream::open(server.socket_request("/stream", &secret)).await;
-        assert_eq!(list.next().await.unwrap()["type"], "live");
+        let mut list = server.stream_list(&secret).await;
         let since = Instant::now();
         if expires_in_secs.is_none() {
             assert_eq!(server.delete(&format!("/tokens/{id}")).await.0, 204);

@@ -118,8 +118,7 @@ async fn a_heartbeat_may_have_4096_attempts_and_causes_at_most_64_stops() {
 #[tokio::test]
 async fn readers_that_send_too_much_get_a_close_code() {
     let server = TestServer::new().await;
-    let mut stream = Stream::open(server.socket_request("/stream", &server.token)).await;
-    assert_eq!(stream.next().await.unwrap()["type"], "live");
+    let mut stream = server.stream_list(&server.token).await;
     stream.0.send(Message::text("x".repeat(4096))).await.unwrap();
     stream.0.send(Message::Ping(bytes_of("still there"))).await.unwrap();
     match timeout(TIMEOUT, stream.0.next()).await.unwrap() {
@@ -230,9 +229,7 @@ async fn one_address_has_a_quarter_of_the_connections() {
     // Streams in use are not closed for new connections.
     let mut streams = Vec::new();
     for _ in 0..16 {
-        let mut stream = Stream::open(socket_request(address, "/stream", &server.token)).await;
-        assert_eq!(stream.next().await.unwrap()["type"], "live");
-        streams.push(stream);
+        streams.push(Stream::open_list(socket_request(address, "/stream", &server.token)).await);
     }
     let one_more = timeout(TIMEOUT, connect_async(socket_request(address, "/stream", &server.token))).await;
     assert!(one_more.expect("the connection is refused at once").is_err());

@@ -1,7 +1,7 @@
 //! The person of an account: accounts are identified by their subject, not by their name.
 
 use super::provider::{Browser, Provider};
-use crate::test_server::{TestServer, assert_refused};
+use crate::test_server::{TestServer, assert_refused, with_form};
 use lockstep_protocol::people::Role;
 use lockstep_server::{Groups, NameClaim};
 use serde_json::{Value, json};
@@ -79,10 +79,8 @@ async fn new_people_get_the_configured_role_and_no_existing_name() {
     assert!(!browser.is_signed_in().await, "a change of the person ends its sessions");
     assert_eq!(list_people(&server).await, ["ada member s1", "bob admin "]);
     // A person without a password cannot sign in with an empty password.
-    let form = reqwest::Client::new()
-        .post(server.url("/login"))
-        .header("content-type", "application/x-www-form-urlencoded");
-    assert_eq!(form.body("name=ada&password=").send().await.unwrap().status(), 401);
+    let form = with_form(reqwest::Client::new().post(server.url("/login")), "name=ada&password=");
+    assert_eq!(form.send().await.unwrap().status(), 401);
     server.stop().await;
 }
 

@@ -1,6 +1,6 @@
 //! A small OpenID provider. It signs any claims that a test sets, and checks its client like a real provider.
 
-use crate::test_server::{TestServer, client_without_redirects};
+use crate::test_server::{TestServer, client_from, client_without_redirects};
 use axum::{
     Form, Json, Router,
     extract::State,
@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use std::{
     collections::{BTreeMap, HashMap},
-    net::{IpAddr, SocketAddr},
+    net::SocketAddr,
     process::Command,
     sync::{Arc, LazyLock, Mutex},
 };
@@ -282,9 +282,7 @@ impl<'a> Browser<'a> {
 
     /// A browser with this address of this machine. Attempts are counted by address.
     pub fn from(server: &'a TestServer, address: [u8; 4]) -> Self {
-        let client = crate::test_server::client_builder("").redirect(reqwest::redirect::Policy::none());
-        let client = client.local_address(IpAddr::from(address)).build().unwrap();
-        Self { server, client, cookies: BTreeMap::new() }
+        Self { server, client: client_from(address), cookies: BTreeMap::new() }
     }
 
     pub async fn get(&mut self, path: &str) -> Response {

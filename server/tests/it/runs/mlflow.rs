@@ -1,6 +1,6 @@
 //! MLflow's protocol: calls with the bodies that MLflow's client sends, and the responses that the client expects.
 
-use crate::test_server::{TestServer, client};
+use crate::test_server::{TestServer, client, column};
 use lockstep_protocol::job::JobState;
 use reqwest::Client;
 use serde_json::{Value, json};
@@ -134,8 +134,7 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
     assert_eq!((runs["runs"].as_array().unwrap().len(), &runs["runs"][0]["info"]["run_id"]), (1, &json!(id)));
     let experiments =
         post("experiments/search", json!({"max_results": 10, "view_type": "ACTIVE_ONLY"})).await;
-    let names: Vec<_> = experiments["experiments"].as_array().unwrap().iter().map(|e| &e["name"]).collect();
-    assert_eq!(names, ["shoes", "Default"]);
+    assert_eq!(column(&experiments["experiments"], "name"), ["shoes", "Default"]);
 
     let ended = post(
         "runs/update",
@@ -157,115 +156,49 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
     let long = |length: usize| "x".repeat(length);
     let metrics: Vec<_> =
         (0..1001).map(|n| json!({"key": "m", "value": n, "timestamp": 0, "step": n})).collect();
-    for (method, name, fields, status, code, fragment) in [
+    let assert_error =
+        async |method: &str, name: &str, fields: &Value, expected: (u16, &str), fragment: &str| {
+            let (status, problem) = call(&server, &server.http, method, name, fields).await;
+            assert_eq!((status, problem["error_code"].as_str().unwrap()), expected, "{name}: {problem}");
+            assert!(problem["message"].as_str().unwrap().contains(fragment), "{name}: {problem}");
+        };
+    for (name, fields, fragment) in [
         (
-            "POST",
             "runs/log-parameter",
             with_run(json!({"key": "lr", "value": "0.2"})),
-            400,
-            "INVALID_PARAMETER_VALUE",
             "Changing param values is not allowed",
         ),
+        ("runs/log-parameter", with_run(json!({"key": "p", "value": long(6001)})), "length limit of 6000"),
+        ("runs/log-metric", with_run(json!({"key": "m", "value": "x"})), "valid double"),
+        ("runs/log-metric", with_run(json!({"key": long(251), "value": 1})), "1 to 250 characters"),
+        ("runs/log-batch", with_run(json!({"metrics": metrics})), "at most 1000 metrics"),
+        ("runs/log-metric", json!({"key": "m", "value": 1}), "'run_id'"),
+        ("runs/search", json!({"experiment_ids": ["shoes"], "filter": "metrics.acc > 1"}), "no filter"),
+        ("logged-models", json!({"experiment_id": "shoes", "name": "net"}), "mlflow.start_run"),
+    ] {
+        assert_error("POST", name, &fields, (400, "INVALID_PARAMETER_VALUE"), fragment).await;
+    }
+    let taken = (400, "RESOURCE_ALREADY_EXISTS");
+    assert_error("POST", "experiments/create", &json!({"name": "shoes"}), taken, "already exists").await;
+    let no_models = (404, "ENDPOINT_NOT_FOUND");
+    assert_error(
+        "POST",
+        "registered-models/create",
+        &json!({"name": "m"}),
+        no_models,
+        "no registered models",
+    )
+    .await;
+    for (name, fields, fragment) in [
+        ("runs/get", json!({"run_id": "nothing"}), "Run with id=nothing not found"),
         (
-            "POST",
-            "runs/log-parameter",
-            with_run(json!({"key": "p", "value": long(6001)})),
-            400,
-            "INVALID_PARAMETER_VALUE",
-            "length limit of 6000",
-        ),
-        (
-            "POST",
-            "runs/log-metric",
-            with_run(json!({"key": "m", "value": "x"})),
-            400,
-            "INVALID_PARAMETER_VALUE",
-            "valid double",
-        ),
-        (
-            "POST",
-            "runs/log-metric",
-            with_run(json!({"key": long(251), "value": 1})),
-            400,
-            "INVALID_PARAMETER_VALUE",
-            "1 to 250 characters",
-        ),
-        (
-            "POST",
-            "runs/log-batch",
-            with_run(json!({"metrics": metrics})),
-            400,
-            "INVALID_PARAMETER_VALUE",
-            "at most 1000 metrics",
-        ),
-        (
-            "POST",
-            "runs/log-metric",
-            json!({"key": "m", "value": 1}),
-            400,
-            "INVALID_PARAMETER_VALUE",
-            "'run_id'",
-        ),
-        (
-            "GET",
-            "runs/get",
-            json!({"run_id": "nothing"}),
-            404,
-            "RESOURCE_DOES_NOT_EXIST",
-            "Run with id=nothing not found",
-        ),
-        (
-            "GET",
             "experiments/get-by-name",
             json!({"experiment_name": "boots"}),
-            404,
-            "RESOURCE_DOES_NOT_EXIST",
             "Could not find experiment with name 'boots'",
         ),
-        (
-            "POST",
-            "experiments/create",
-            json!({"name": "shoes"}),
-            400,
-            "RESOURCE_ALREADY_EXISTS",
-            "already exists",
-        ),
-        (
-            "POST",
-            "runs/search",
-            json!({"experiment_ids": ["shoes"], "filter": "metrics.acc > 1"}),
-            400,
-            "INVALID_PARAMETER_VALUE",
-            "no filter",
-        ),
-        (
-            "POST",
-            "logged-models",
-            json!({"experiment_id": "shoes", "name": "net"}),
-            400,
-            "INVALID_PARAMETER_VALUE",
-            "mlflow.start_run",
-        ),
-        (
-            "GET",
-            "logged-models/m-nothing",
-            json!({}),
-            404,
-            "RESOURCE_DOES_NOT_EXIST",
-            "Logged model with ID 'm-nothing' not found.",
-        ),
-        (
-            "POST",
-            "registered-models/create",
-            json!({"name": "m"}),
-            404,
-            "ENDPOINT_NOT_FOUND",
-            "no registered models",
-        ),
+        ("logged-models/m-nothing", json!({}), "Logged model with ID 'm-nothing' not found."),
     ] {
-        let (actual, problem) = call(&server, &server.http, method, name, &fields).await;
-        assert_eq!((actual, &problem["error_code"]), (status, &json!(code)), "{name}: {problem}");
-        assert!(problem["message"].as_str().unwrap().contains(fragment), "{name}: {problem}");
+        assert_error("GET", name, &fields, (404, "RESOURCE_DOES_NOT_EXIST"), fragment).await;
     }
     let traces =
         server.http.post(server.url("/api/3.0/mlflow/traces")).json(&json!({})).send().await.unwrap();
@@ -407,10 +340,9 @@ async fn calls_agree_with_mlflow_s_own_tests() {
             fields["page_token"] = token.into();
         }
         let (_, page) = ask("GET", "metrics/get-history", fields).await;
-        steps_of_pages
-            .extend(page["metrics"].as_array().unwrap().iter().map(|point| point["step"].as_u64().unwrap()));
+        steps_of_pages.extend(column(&page["metrics"], "step"));
         (token, pages) = (page["next_page_token"].clone(), pages + 1);
     }
-    assert_eq!((steps_of_pages.as_slice(), pages), (&steps[..], 3));
+    assert_eq!((steps_of_pages, pages), (steps.map(Value::from).to_vec(), 3));
     server.stop().await;
 }

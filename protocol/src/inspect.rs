@@ -98,7 +98,7 @@ pub fn trained_mark(sentence: &str) -> String {
 }
 
 /// Evaluation of a model on a job's validation pictures, each counted once.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ModelEvaluation {
     pub samples: u64,
     /// Identifies the validation pictures. It equals the checkpoint's `validation` if the run validated the checkpoint on the same

@@ -274,15 +274,7 @@ async fn an_evaluation_is_repeated_for_other_validation_pictures() {
         // One picture of the list cannot be decoded.
         listed: set(samples + 1),
         trained_on: Some(0),
-        note: None,
-        accuracy: 0.5,
-        interval: [0.25, 0.75],
-        loss: 1.0,
-        secs: 0.1,
-        classes: Vec::new(),
-        confusion: Vec::new(),
-        mistakes: Vec::new(),
-        right: Vec::new(),
+        ..ModelEvaluation::default()
     };
     let path = format!("/jobs/{id}/evaluation?checkpoint=1");
     // The current number of pictures, and whether the agent must compute the evaluation.

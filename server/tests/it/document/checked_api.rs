@@ -14,14 +14,25 @@ pub(super) struct CheckedApi<'a> {
 }
 
 impl CheckedApi<'_> {
-    /// Sends a request of the operation `method` `template` to the path `target`, and compares the response with the document.
+    /// The document's template of a path. A template with the same words is preferred to one with parameters.
+    fn template_of(&self, target: &str) -> &str {
+        let path: Vec<&str> = target.split('?').next().unwrap_or_default().split('/').collect();
+        let templates = self.document["paths"].as_object().unwrap().keys().filter(|template| {
+            let parts: Vec<&str> = template.split('/').collect();
+            parts.len() == path.len()
+                && parts.iter().zip(&path).all(|(part, word)| part.starts_with('{') || part == word)
+        });
+        templates.min_by_key(|template| template.matches('{').count()).expect("a documented path")
+    }
+
+    /// Sends a request to a path, and compares the response with the document.
     pub(super) async fn request(
         &mut self,
         method: &str,
-        template: &str,
         target: &str,
         change: impl FnOnce(RequestBuilder) -> RequestBuilder,
     ) -> (u16, Value) {
+        let template = self.template_of(target).to_owned();
         let verb = Method::from_bytes(method.to_uppercase().as_bytes()).unwrap();
         let request = change(self.server.http.request(verb, self.server.url(target)));
         let response = request.send().await.unwrap();
@@ -31,7 +42,7 @@ impl CheckedApi<'_> {
         let bytes = response.bytes().await.unwrap();
         let call = format!("{method} {template}");
         self.seen.insert((call.clone(), status));
-        let documented = &self.document["paths"][template][method]["responses"][status.to_string()];
+        let documented = &self.document["paths"][&template][method]["responses"][status.to_string()];
         assert!(
             documented.is_object(),
             "{call}: {status} is not documented: {}",
@@ -56,5 +67,22 @@ impl CheckedApi<'_> {
             );
         }
         (status, serde_json::from_slice(&bytes).unwrap_or_default())
+    }
+
+    /// Sends a request with a body to a path below `/api/v1`. The response must have the expected status.
+    pub(super) async fn expect(
+        &mut self,
+        method: &str,
+        path: &str,
+        body: Option<Value>,
+        expected: u16,
+    ) -> Value {
+        let with_body = |request: RequestBuilder| match body {
+            Some(body) => request.json(&body),
+            None => request,
+        };
+        let (status, response) = self.request(method, &format!("/api/v1{path}"), with_body).await;
+        assert_eq!(status, expected, "{method} {path}: {response}");
+        response
     }
 }

@@ -3,6 +3,7 @@
 use crate::{
     agent::{running, server_with_agent},
     lists::read_names,
+    queue,
     test_server::{column, wait_until},
 };
 use lockstep_protocol::{
@@ -70,15 +71,7 @@ async fn jobs_are_sorted_by_tags_lists_and_metrics_and_show_requested_metrics() 
 #[tokio::test]
 async fn a_waiting_job_in_a_list_shows_its_place_and_reason() {
     let (server, mut agent) = server_with_agent(2).await;
-    let submit = async |name: &str, ranks: u32| {
-        server
-            .submit(|spec| {
-                spec["name"] = json!(name);
-                spec["parallel"]["ranks"] = json!(ranks);
-            })
-            .await
-            .id
-    };
+    let submit = async |name, ranks| queue::submit(&server, name, ranks, json!({})).await.id;
     submit("one", 1).await;
     let first = agent.expect_start().await.attempt;
     submit("two", 1).await;

@@ -10,7 +10,8 @@ use serde_json::{Value, json};
 use std::time::Duration;
 use tokio::time::Instant;
 
-async fn submit(server: &TestServer, name: &str, ranks: u32, change: Value) -> Job {
+/// Submits a job with this name and number of ranks, and with these other keys.
+pub async fn submit(server: &TestServer, name: &str, ranks: u32, change: Value) -> Job {
     server
         .submit(|spec| {
             spec["name"] = json!(name);

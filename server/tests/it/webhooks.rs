@@ -168,6 +168,13 @@ impl TestServer {
         (webhook["id"].as_str().unwrap().to_owned(), webhook["secret"].as_str().unwrap().to_owned())
     }
 
+    /// Sends the test message of a webhook, and returns its delivery.
+    async fn send_test(&self, id: &str) -> Value {
+        let (status, sent) = self.post(&format!("/webhooks/{id}/test"), &json!({})).await;
+        assert_eq!(status, 200, "{sent}");
+        sent
+    }
+
     async fn change_webhook(&self, id: &str, change: &Value) -> (u16, Value) {
         self.patch(&format!("/webhooks/{id}"), change).await
     }
@@ -358,8 +365,8 @@ async fn redirects_are_not_followed_and_410_disables_a_webhook() {
         [("/moved", 307, "redirects are not followed"), ("/gone", 410, "410 Gone")]
     {
         let (id, _) = server.add_webhook(&json!({"url": receiver.url(path)})).await;
-        let (code, sent) = server.post(&format!("/webhooks/{id}/test"), &json!({})).await;
-        assert_eq!((code, attempts(&sent)[0]["status"].as_u64()), (200, Some(status)), "{sent}");
+        let sent = server.send_test(&id).await;
+        assert_eq!(attempts(&sent)[0]["status"], status, "{sent}");
         assert!(attempts(&sent)[0]["error"].as_str().unwrap().contains(fragment), "{sent}");
         assert_eq!(receiver.next().await.path, path);
         assert!(receiver.is_empty(), "the redirect is not followed");
@@ -391,8 +398,7 @@ async fn private_addresses_are_refused_as_numbers_and_by_name() {
     let url = format!("http://localhost:{}/", receiver.address.port());
     let (by_name, _) = server.add_webhook(&json!({"url": url})).await;
     for id in [by_number, by_name] {
-        let (status, sent) = server.post(&format!("/webhooks/{id}/test"), &json!({})).await;
-        assert_eq!(status, 200, "{sent}");
+        let sent = server.send_test(&id).await;
         let attempt = &attempts(&sent)[0];
         assert!(attempt["error"].as_str().unwrap().contains("--webhooks-allow-private"), "{sent}");
         assert!(attempt["status"].is_null(), "{sent}");
@@ -446,7 +452,7 @@ async fn each_format_matches_its_service() {
         ("ntfy", "/", "/topic", "hook"),
     ] {
         let (id, secret) = server.add_webhook(&json!({"url": receiver.url("/hook"), "form": format})).await;
-        assert_eq!(server.post(&format!("/webhooks/{id}/test"), &json!({})).await.0, 200);
+        server.send_test(&id).await;
         let message = receiver.next().await;
         assert_eq!(message.path, path, "{format}");
         let body = message.json();
@@ -488,8 +494,8 @@ async fn ends_of_jobs_and_alerts_are_sent_by_e_mail() {
     }
     let url = "mailto:ada@example.org, ben@example.org";
     let (id, _) = server.add_webhook(&json!({"url": url, "form": "email"})).await;
-    let (status, sent) = server.post(&format!("/webhooks/{id}/test"), &json!({})).await;
-    assert_eq!((status, &attempts(&sent)[0]["status"]), (200, &json!(250)), "{sent}");
+    let sent = server.send_test(&id).await;
+    assert_eq!(attempts(&sent)[0]["status"], 250, "{sent}");
     let message_id = format!("Message-ID: <{}@example.org>", sent["id"].as_str().unwrap());
     let test = "Subject: Lockstep: a test of this webhook\n";
     let (mail_from, rcpt_to) =
@@ -523,7 +529,7 @@ async fn ends_of_jobs_and_alerts_are_sent_by_e_mail() {
     let change = json!({"url": "mailto:refused@example.org"});
     assert_eq!(server.change_webhook(&id, &change).await.0, 200);
     let assert_test_fails = async |server: &TestServer, fragment: &str| {
-        let (_, sent) = server.post(&format!("/webhooks/{id}/test"), &json!({})).await;
+        let sent = server.send_test(&id).await;
         let error = attempts(&sent)[0]["error"].as_str().unwrap();
         assert!(error.contains(fragment), "{error}");
     };
@@ -546,7 +552,7 @@ async fn messages_older_than_a_week_or_beyond_100_are_deleted() {
          (id, webhook_id, event, payload, created_at) SELECT 'm' || n, '{id}', 'job.failed', '{{}}', {now} FROM n"
     );
     assert_eq!(server.execute(&insert).await, 150);
-    assert_eq!(server.post(&format!("/webhooks/{id}/test"), &json!({})).await.0, 200);
+    server.send_test(&id).await;
     let remaining = server.deliveries(&id, |_| true).await;
     assert_eq!((remaining.len(), &remaining[0]["event"]), (100, &json!("webhook.test")));
     // A week and a minute ago.

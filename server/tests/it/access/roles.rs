@@ -1,7 +1,7 @@
 //! Tries every route and method as a viewer, as the owner of a job and as another member, for a private job and a public job, with tokens
 //! and with sessions.
 
-use super::routes::{METHODS, Outcome, every_path, send_request, sufficient_scopes};
+use super::routes::{METHODS, Outcome, SAFE, every_path, send_request, sufficient_scopes};
 use crate::{
     agent::{Agent, dataset_info},
     document::create_failed_job,
@@ -115,7 +115,7 @@ async fn try_all_routes(by: By) {
                 let is_tried =
                     |method: &&Method| by == By::Token || ![Method::HEAD, Method::OPTIONS].contains(method);
                 for method in METHODS.iter().filter(is_tried) {
-                    let is_safe = [Method::GET, Method::HEAD, Method::OPTIONS].contains(method);
+                    let is_safe = SAFE.contains(method);
                     let is_read_only = is_safe || READ_ONLY.contains(&path.as_str());
                     // The owner's requests delete the objects, so the owner's responses vary, but none is 403.
                     let is_owner = *name == "mona" && is_of_object(&path);

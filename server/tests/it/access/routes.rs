@@ -38,7 +38,8 @@ const SEARCHES: [&str; 4] = [
 pub(super) const METHODS: [Method; 7] =
     [Method::GET, Method::HEAD, Method::OPTIONS, Method::POST, Method::PUT, Method::PATCH, Method::DELETE];
 
-const SAFE: [Method; 3] = [Method::GET, Method::HEAD, Method::OPTIONS];
+/// Methods that change nothing.
+pub(super) const SAFE: [Method; 3] = [Method::GET, Method::HEAD, Method::OPTIONS];
 
 /// The scopes that a route accepts; `None` for an open route.
 pub(super) fn sufficient_scopes(method: &Method, path: &str) -> Option<&'static [&'static str]> {

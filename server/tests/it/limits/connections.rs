@@ -135,7 +135,7 @@ fn bytes_of(text: &'static str) -> tokio_tungstenite::tungstenite::Bytes {
 }
 
 /// Whether the server closes the connection within this time.
-async fn closes_within(mut socket: TcpStream, within: Duration) -> bool {
+async fn closes_within(socket: &mut TcpStream, within: Duration) -> bool {
     let mut bytes = Vec::new();
     timeout(within, socket.read_to_end(&mut bytes)).await.is_ok()
 }
@@ -153,7 +153,7 @@ async fn silent_connections_are_closed_in_time() {
     ] {
         let mut socket = TcpStream::connect(server.address).await.unwrap();
         socket.write_all(sent.as_bytes()).await.unwrap();
-        sockets.push(tokio::spawn(closes_within(socket, TIMEOUT)));
+        sockets.push(tokio::spawn(async move { closes_within(&mut socket, TIMEOUT).await }));
     }
     for socket in sockets {
         assert!(socket.await.unwrap(), "the connection is not closed");
@@ -179,25 +179,23 @@ async fn idle_connections_make_room_for_others() {
         idle.push(socket);
     }
     let mut first = idle.remove(0);
-    let mut byte = [0];
-    assert!(
-        timeout(Duration::from_millis(300), first.read(&mut byte)).await.is_err(),
-        "a connection within the limit stays open"
-    );
+    let is_closed = closes_within(&mut first, Duration::from_millis(300)).await;
+    assert!(!is_closed, "a connection within the limit stays open");
+    let assert_responds = async || {
+        let request = reqwest::Client::new().get(server.url("/healthz")).send();
+        let response = timeout(TIMEOUT, request).await.expect("at once").unwrap();
+        assert_eq!(response.status(), 200);
+    };
     // One more connection closes the oldest.
     for _ in 0..3 {
-        let client = reqwest::Client::new();
-        let response = timeout(TIMEOUT, client.get(server.url("/healthz")).send()).await.expect("at once");
-        assert_eq!(response.unwrap().status().as_u16(), 200);
+        assert_responds().await;
     }
-    assert!(closes_within(first, TIMEOUT).await);
+    assert!(closes_within(&mut first, TIMEOUT).await);
     // The server still responds after ten times as many connections.
     for _ in 0..80 {
         idle.push(TcpStream::connect(server.address).await.unwrap());
     }
-    let client = reqwest::Client::new();
-    let response = timeout(TIMEOUT, client.get(server.url("/healthz")).send()).await.expect("at once");
-    assert_eq!(response.unwrap().status().as_u16(), 200);
+    assert_responds().await;
     drop(idle);
     server.stop().await;
 }
@@ -219,13 +217,10 @@ async fn one_address_has_a_quarter_of_the_connections() {
         idle.push(TcpStream::connect(address).await.unwrap());
     }
     let mut first = idle.remove(0);
-    let mut byte = [0];
-    assert!(
-        timeout(Duration::from_millis(300), first.read(&mut byte)).await.is_err(),
-        "a connection within the limit stays open"
-    );
+    let is_closed = closes_within(&mut first, Duration::from_millis(300)).await;
+    assert!(!is_closed, "a connection within the limit stays open");
     idle.push(TcpStream::connect(address).await.unwrap());
-    assert!(closes_within(first, TIMEOUT).await, "the oldest connection is closed for a new one");
+    assert!(closes_within(&mut first, TIMEOUT).await, "the oldest connection is closed for a new one");
     // Streams in use are not closed for new connections.
     let mut streams = Vec::new();
     for _ in 0..16 {

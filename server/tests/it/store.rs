@@ -62,7 +62,7 @@ async fn test_records(store: &dyn Store) {
     };
     // A job needs its dataset, and a dataset in use cannot be removed.
     assert!(
-        matches!(store.create_job(new("key", "one")).await, Err(StoreError::NoDataset(name)) if name == "p")
+        matches!(store.create_job(new("key", "one")).await, Err(StoreError::DatasetRemoved(name)) if name == "p")
     );
     store.add_dataset(&dataset(at)).await.unwrap();
     let CreateResult::New(created) = store.create_job(new("key", "one")).await.unwrap() else {
@@ -177,7 +177,7 @@ async fn test_records(store: &dyn Store) {
     store.remove_dataset("p").await.unwrap();
     assert!(matches!(store.remove_dataset("p").await, Err(StoreError::NotFound("dataset"))));
     let retried = store.change_job(&id, Box::new(move |row| lifecycle::retry(row, at))).await;
-    assert!(matches!(retried, Err(StoreError::NoDataset(_))));
+    assert!(matches!(retried, Err(StoreError::DatasetRemoved(_))));
     assert_eq!(store.job(&id).await.unwrap().unwrap(), row);
     store.add_dataset(&dataset(at)).await.unwrap();
 
@@ -210,7 +210,7 @@ async fn test_records(store: &dyn Store) {
     assert!(store.jobs(&JobFilter::default()).await.unwrap().jobs.is_empty());
     // The other rows are deleted in steps.
     while let Some(id) = store.oldest_deleted_job().await.unwrap() {
-        store.purge_deleted(&id).await.unwrap();
+        store.purge_some_rows(&id).await.unwrap();
     }
     assert!(store.events(&id, 0, 10).await.unwrap().is_empty());
     assert!(matches!(store.delete_job(&id).await, Err(StoreError::NotFound(_))));

@@ -95,8 +95,7 @@ async fn acknowledge(db: &mut Connection, numbers: &[(&JobId, u32, SourceNumber,
     multi_row::execute(db, text, 4, numbers, |query, (job, attempt, source, records)| {
         Ok(query.bind(job.as_str()).bind(i64::from(*attempt)).bind(*source).bind(int(*records)))
     })
-    .await?;
-    Ok(())
+    .await
 }
 
 fn acknowledgement(attempt: AttemptRef, source: Source, records: u64) -> Acknowledged {

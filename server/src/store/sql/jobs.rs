@@ -1,6 +1,6 @@
 //! Jobs: reading, creating and changing rows.
 
-use super::{Connection, DbRow, SqlStore, checkpoint_copies, datasets, events, multi_row};
+use super::{Connection, DbRow, SqlStore, checkpoint_copies, datasets, events, flag, multi_row};
 use crate::{
     lifecycle,
     store::{
@@ -47,7 +47,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     flaws.extend(flaw);
     spec.name = row.try_get("name")?;
     // The column decides who sees the job, even if the specification cannot be read.
-    spec.private = row.try_get::<i64, _>("private")? != 0;
+    spec.private = flag(row, "private")?;
     spec.parallel.ranks = to_u32(row.try_get("ranks")?);
     spec.project = row.try_get("project")?;
     let stored_state: String = row.try_get("state")?;
@@ -81,8 +81,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let trial = trial.map(|(sweep, number)| TrialOf { sweep, number: to_u32(number) });
     let external: Option<External> =
         optional("external")?.map(|text| json_or_default(&id, "external", &text));
-    let is_parent_private = row.try_get::<i64, _>("parent_private")? != 0;
-    let (private_parent, parent) = if is_parent_private { (parent, None) } else { (None, parent) };
+    let (private_parent, parent) = if flag(row, "parent_private")? { (parent, None) } else { (None, parent) };
     let job = Job {
         name: spec.name.clone(),
         failure: Failure::of(state, reason.as_deref(), cause.as_ref()),
@@ -206,8 +205,7 @@ pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -
             .bind(end.and_then(|end| end.reason.as_ref()).map(json).transpose()?)
             .bind(end.filter(|end| end.has_trained).map(|_| int(row.job.step))))
     })
-    .await?;
-    Ok(())
+    .await
 }
 
 /// Prepares the rows of new events of a job, which the caller inserts (`events::insert`). Stores written and removed checkpoints.
@@ -221,6 +219,20 @@ pub(super) async fn prepare_events(
         update_checkpoints(db, &row.job.id, body, at).await?;
     }
     events::new_rows(row, bodies, at)
+}
+
+/// Same as [`prepare_events`], but adds the rows to `new_rows`, and returns the changed job.
+pub(super) async fn record_change(
+    db: &mut Connection,
+    row: &mut JobRow,
+    bodies: Vec<EventBody>,
+    at: Timestamp,
+    new_rows: &mut Vec<events::NewRow>,
+) -> Result<ChangedJob> {
+    let appended = prepare_events(db, row, bodies, at).await?;
+    let events = appended.iter().map(|new_row| new_row.row.clone()).collect();
+    new_rows.extend(appended);
+    Ok(ChangedJob { job: row.job.clone(), events })
 }
 
 /// Updates the table of checkpoints after an event.

@@ -32,11 +32,12 @@ mod sweeps;
 mod webhooks;
 
 use super::dialect::{
-    BEGIN_SNAPSHOT, BEGIN_WRITE, Connection, DATABASE_BYTES, Db, DbRow, LIKE, SOME_METRIC_CHUNKS,
+    BEGIN_SNAPSHOT, BEGIN_WRITE, Connection, DATABASE_BYTES, Db, DbRow, FIRST_METRIC_CHUNKS, LIKE,
     USE_LOG_INDEX, USE_METRICS_INDEX,
 };
-use crate::store::{Result, StoreError, sqlite::Lock, unreadable::readable};
-use sqlx::{Database, Pool, Transaction};
+use crate::store::{Result, StoreError, sqlite::Lock, unreadable::readable, values::time};
+use jiff::Timestamp;
+use sqlx::{Database, Pool, Row, Transaction};
 use std::sync::Arc;
 
 /// A statement with its parameters.
@@ -50,6 +51,15 @@ pub struct SqlStore {
     pub(in crate::store) reader: Pool<Db>,
     /// The lock file of an SQLite database, which is locked while the store exists.
     pub(in crate::store) lock: Option<Arc<Lock>>,
+}
+
+/// A boolean, which both databases store as an integer.
+fn flag(row: &DbRow, column: &str) -> Result<bool> {
+    Ok(row.try_get::<i64, _>(column)? != 0)
+}
+
+fn optional_time(row: &DbRow, column: &str) -> Result<Option<Timestamp>> {
+    row.try_get::<Option<i64>, _>(column)?.map(time).transpose()
 }
 
 impl SqlStore {

@@ -1,7 +1,7 @@
 //! Queries for events, metrics, logs, reports of ranks, checkpoints, unfinished jobs, and counts for monitoring.
 
 use super::{
-    BEGIN_SNAPSHOT, DATABASE_BYTES, DbRow, LIKE, SqlStore, USE_LOG_INDEX, USE_METRICS_INDEX,
+    BEGIN_SNAPSHOT, DATABASE_BYTES, DbRow, LIKE, SqlStore, USE_LOG_INDEX, USE_METRICS_INDEX, flag,
     jobs::{SELECT_JOBS, job_row, like_pattern},
     multi_row,
     pages::bounded,
@@ -72,7 +72,7 @@ fn checkpoint_row(row: &DbRow) -> Result<CheckpointRow> {
                 .as_deref()
                 .map(from_json)
                 .transpose()?,
-            best: row.try_get::<i64, _>("best")? != 0,
+            best: flag(row, "best")?,
             size_bytes: uint(row.try_get("size_bytes")?),
         },
         created_at: time(row.try_get("created_at")?)?,

@@ -3,6 +3,7 @@
 use super::{
     Connection, DbRow, SqlStore,
     jobs::{SELECT_JOBS, job_row},
+    optional_time,
     people::ownership,
 };
 use crate::{
@@ -39,7 +40,7 @@ fn sweep(row: &DbRow) -> Result<SweepRow> {
         reason: row.try_get("reason")?,
         ownership: ownership(row)?,
         created_at: time(row.try_get("created_at")?)?,
-        finished_at: row.try_get::<Option<i64>, _>("finished_at")?.map(time).transpose()?,
+        finished_at: optional_time(row, "finished_at")?,
     })
 }
 

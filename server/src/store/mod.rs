@@ -282,14 +282,14 @@ pub trait Store {
     /// exist.
     async fn put_stored_checkpoint(&self, object_store: &str, stored: &StoredCheckpoint) -> Result<bool>;
     /// The marker of the object store at this address; `None` if the store is unknown.
-    async fn artifact_marker(&self, object_store: &str) -> Result<Option<ArtifactMarker>>;
+    async fn object_store_marker(&self, object_store: &str) -> Result<Option<ObjectStoreMarker>>;
     /// Whether this marker, at any address, was restored from a backup. `None`: the marker is unknown.
     async fn is_marker_restored(&self, marker: &str) -> Result<Option<bool>>;
     /// Replaces the marker `restored`, which was restored from a backup, with the new marker `own` of this database.
     async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()>;
     /// Stores the marker of an object store. If another address has the same marker, the store has moved, and its copies are assigned to
     /// the new address.
-    async fn put_artifact_marker(&self, object_store: &str, marker: &str) -> Result<()>;
+    async fn put_object_store_marker(&self, object_store: &str, marker: &str) -> Result<()>;
     async fn forget_stored_checkpoint(&self, object_store: &str, id: &str) -> Result<()>;
 
     /// All datasets, by name.

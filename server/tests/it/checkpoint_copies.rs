@@ -2,9 +2,8 @@
 
 use crate::{
     agent::{checkpoint, running},
-    store::{dataset, on_both_databases},
+    store::{at, dataset, on_both_databases},
 };
-use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, Source},
     job::JobId,
@@ -20,12 +19,8 @@ use lockstep_server::{
 use sqlx::Connection as _;
 use std::time::{Duration, Instant};
 
-fn at() -> Timestamp {
-    "2026-01-02T03:04:05.678Z".parse().unwrap()
-}
-
 async fn submit_job(store: &dyn Store) -> JobId {
-    store.add_dataset(&dataset(at())).await.unwrap();
+    store.add_dataset(&dataset()).await.unwrap();
     let mut spec = JobSpec { name: "copied".into(), ..JobSpec::default() };
     spec.data.dataset = "p".into();
     let id = JobId::generate();

@@ -120,7 +120,7 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
     assert_eq!((&submitted["who"], &entry(0)["who"]), (&json!(owner), &json!(owner)), "the owner is visible");
     assert!(rest.iter().all(|e| e.get("who").is_none()), "{read_by_eva:#}");
 
-    // A job that is cancelled before it starts has its own history.
+    // A job that is cancelled before it starts has only the entries of its submission and cancellation. Other histories do not change.
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     let cancelled_job = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
     server.order(&cancelled_job, "cancel").await;
@@ -147,7 +147,7 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
     server.stop().await;
 }
 
-/// Waits until this is the current reason of a job's wait. Returns the job's position in the queue and the reason.
+/// Waits until `code` is the reason for which a job waits. Returns the job's position in the queue and the reason.
 async fn wait_for_reason(server: &TestServer, id: &str, code: &str) -> Value {
     let mut queue = Value::Null;
     wait_until(&format!("{id} waits for {code}"), async || {
@@ -171,7 +171,7 @@ async fn a_waiting_job_shows_its_place_and_current_reason() {
     assert_eq!(reason(&waiting, "waiting_for_slots").await["place"], 2);
     assert_eq!(read_history(&server, &first).await["queue"], Value::Null);
 
-    // A resumed job keeps the reason of its last attempt, and its history has the current reason of the wait.
+    // The `reason` of a resumed job is still the reason why its last attempt ended. The history's `queue` has the reason why the job waits.
     server.order(&first, "pause").await;
     agent.expect_stop().await;
     agent.end(&start.attempt, Ending::Stopped).await;
@@ -212,7 +212,7 @@ async fn a_restart_of_the_server_causes_no_events_of_waiting_jobs() {
     let stored =
         format!("SELECT count(*) FROM jobs WHERE id = '{later}' AND cause LIKE '%waiting_for_slots%'");
     wait_until("the reason is stored", async || server.query_number(&stored).await > 0).await;
-    // On a slow computer, the server may store the reason before the machine reconnects.
+    // If the machine reconnects later than 4 s after the start, the server has stored an event with the reason `no_agent_online`.
     let is_in_time = start_time.elapsed() < Duration::from_secs(4);
     assert!(server.query_number(&events).await == before || !is_in_time, "more than {before} events");
     server.stop().await;

@@ -65,13 +65,13 @@ pub fn client_builder(token: &str) -> reqwest::ClientBuilder {
 pub fn config(dir: &TempDir) -> ServeConfig {
     let mut config = ServeConfig::new(dir.path());
     config.listen.set_port(0);
-    // Agents of tests send heartbeats only when a test calls `heartbeat`.
+    // Agents of tests send no heartbeats unless a test calls `Agent::heartbeat`, so leases are long.
     config.lease = Duration::from_secs(600);
     config
 }
 
 /// The URL of the Postgres database that belongs to a data directory; `None` if tests use SQLite. The first call creates the database.
-/// No file in the directory has the URL, because tests compare the directory's content.
+/// The URL is kept in memory and not in a file of the directory, because tests compare the directory's content.
 pub fn database_of(dir: &TempDir) -> Option<String> {
     static CREATED: Mutex<BTreeMap<PathBuf, String>> = Mutex::new(BTreeMap::new());
     postgres::wanted().then(|| {
@@ -81,10 +81,14 @@ pub fn database_of(dir: &TempDir) -> Option<String> {
 }
 
 /// Waits until the condition is true, for [`TIMEOUT`] at most.
-pub async fn wait_until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
-    let deadline = Instant::now() + TIMEOUT;
+pub async fn wait_until(what: &str, condition: impl AsyncFnMut() -> bool) {
+    wait_until_within(TIMEOUT, what, condition).await;
+}
+
+pub async fn wait_until_within(limit: Duration, what: &str, mut condition: impl AsyncFnMut() -> bool) {
+    let deadline = Instant::now() + limit;
     while !condition().await {
-        assert!(Instant::now() < deadline, "not within {TIMEOUT:?}: {what}");
+        assert!(Instant::now() < deadline, "not within {limit:?}: {what}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
@@ -114,7 +118,7 @@ impl TestServer {
         Self::open(tempfile::tempdir().unwrap(), change).await
     }
 
-    /// Starts a server with this lease and frequent heartbeats.
+    /// Starts a server with this lease, which expects a heartbeat every 100 ms.
     pub async fn with_lease(lease: Duration) -> Self {
         Self::with(|c| (c.lease, c.heartbeat) = (lease, Duration::from_millis(100))).await
     }
@@ -127,7 +131,7 @@ impl TestServer {
     }
 
     pub async fn open(dir: TempDir, change: impl FnOnce(&mut ServeConfig)) -> Self {
-        // Clients without TLS settings use this provider.
+        // The default crypto provider of rustls, for clients that choose no provider.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let mut config = config(&dir);
         config.database = database_of(&dir);
@@ -175,7 +179,7 @@ impl TestServer {
         self.make_token(&json!({"name": agent, "scope": "agent", "agent": agent})).await.1
     }
 
-    /// Stops the server in order, and returns its directory.
+    /// Stops the server gracefully, and returns its directory.
     pub async fn stop(self) -> TempDir {
         let _ = self.stop.send(());
         timeout(TIMEOUT, self.task).await.expect("stops in time").unwrap().unwrap();
@@ -228,7 +232,7 @@ impl TestServer {
         (status, serde_json::from_str(&text).unwrap_or(Value::Null))
     }
 
-    /// Returns all pages of a list. The path has the query of the first page.
+    /// Returns all pages of a list. `path` must have a query string, to which the cursor is appended.
     pub async fn read_pages(&self, path: &str) -> Vec<Value> {
         let (mut pages, mut cursor) = (Vec::new(), Some(String::new()));
         while let Some(after) = cursor {

@@ -42,15 +42,18 @@ impl<'a> AttemptApi<'a> {
         Self { server, http: client(token), agent_id: agent_id.into(), attempt: attempt.clone() }
     }
 
-    pub(crate) async fn request(&self, method: &str, path: &str, body: Vec<u8>) -> (u16, Value) {
+    pub(crate) fn build_request(&self, method: &str, path: &str, body: Vec<u8>) -> reqwest::RequestBuilder {
         let AttemptRef { job, attempt, fencing_token } = &self.attempt;
         let url = self.server.url(&format!("/api/v1/agent/attempts/{job}/{attempt}{path}"));
+        let request = self.http.request(method.parse().unwrap(), url).body(body);
+        let request = request.header("x-lockstep-agent", &self.agent_id);
+        request.header("x-lockstep-fencing-token", String::from(*fencing_token))
+    }
+
+    pub(crate) async fn request(&self, method: &str, path: &str, body: Vec<u8>) -> (u16, Value) {
         let since = Instant::now();
         loop {
-            let request = self.http.request(method.parse().unwrap(), &url).body(body.clone());
-            let request = request.header("x-lockstep-agent", &self.agent_id);
-            let request = request.header("x-lockstep-fencing-token", String::from(*fencing_token));
-            let (status, response) = self.server.send(request).await;
+            let (status, response) = self.server.send(self.build_request(method, path, body.clone())).await;
             // A child process that another test has just forked may still hold a lock of this server.
             let is_locked =
                 response["detail"].as_str().is_some_and(|why| why.contains("another request works on"));

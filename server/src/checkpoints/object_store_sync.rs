@@ -184,7 +184,7 @@ async fn run_worker(checkpoints: &Checkpoints, object_store: &ObjectStoreState) 
             }
         };
         if has_failed {
-            // Until `store.finish`, the other worker does not process this checkpoint.
+            // Until `ObjectStoreState::finish`, the other worker does not process this checkpoint.
             tokio::time::sleep(backoff.next_pause()).await;
             object_store.requeue(&id);
         } else {

@@ -1,7 +1,7 @@
 //! The routes by which an agent copies the dataset of its attempt: content, rights and limits.
 
 use crate::{
-    agent::{Agent, dataset_info, hello, running, server_with_agent},
+    agent::{Agent, dataset_info, failed, hello, running, server_with_agent},
     test_server::TestServer,
     uploads::AttemptApi,
 };
@@ -10,7 +10,7 @@ use lockstep_protocol::{
         ANEW_BYTES, AttemptRef, DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry,
         DatasetPart, Ending, PART_REFUSED, Source,
     },
-    reason::{Reason, ReasonKind},
+    reason::ReasonKind,
 };
 use serde_json::{Value, json};
 use std::{fs, os::unix::fs::symlink, path::Path};
@@ -229,11 +229,11 @@ async fn the_log_names_a_copying_machine_after_a_restart_of_the_server() {
 async fn an_agent_that_ended_before_starting_ranks_costs_no_restart() {
     let (server, mut agent) = server_with_agent(2).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
-    let reason = Reason::from(ReasonKind::AgentRestarted { agent: "a".into() });
+    let restarted = || failed(ReasonKind::AgentRestarted { agent: "a".into() }, true);
     for number in 1..=5 {
         let attempt = agent.expect_start().await.attempt;
         assert_eq!(attempt.attempt, number);
-        agent.end(&attempt, Ending::Failed { reason: reason.clone(), retriable: true }).await;
+        agent.end(&attempt, restarted()).await;
     }
     let attempt = agent.expect_start().await.attempt;
     let (_, list) = server.get(&format!("/jobs/{id}/attempts")).await;
@@ -245,7 +245,7 @@ async fn an_agent_that_ended_before_starting_ranks_costs_no_restart() {
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
     for _ in 1..=6 {
         let attempt = agent.expect_start().await.attempt;
-        agent.end(&attempt, Ending::Failed { reason: reason.clone(), retriable: true }).await;
+        agent.end(&attempt, restarted()).await;
     }
     server.wait_for_state(&id, lockstep_protocol::JobState::Failed).await;
     server.stop().await;

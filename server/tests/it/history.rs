@@ -1,7 +1,7 @@
 //! The history and the speed of jobs.
 
 use crate::{
-    agent::{Agent, checkpoint, dataset_info, hello, losses, running, server_with_agent},
+    agent::{Agent, checkpoint, dataset_info, failed, hello, losses, running, server_with_agent},
     test_server::{TestServer, spec, wait_until},
 };
 use lockstep_protocol::{
@@ -35,8 +35,8 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
     agent
         .report(&first.attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=60), checkpoint(50)])
         .await;
-    let reason = ReasonKind::RankKilled { rank: 1, step: 60, signal: 9 }.into();
-    agent.end(&first.attempt, Ending::Failed { reason, retriable: true }).await;
+    let reason = ReasonKind::RankKilled { rank: 1, step: 60, signal: 9 };
+    agent.end(&first.attempt, failed(reason, true)).await;
 
     let second = agent.expect_start().await;
     agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 50), checkpoint(70)]).await;
@@ -310,8 +310,8 @@ async fn speed_counts_pictures_per_second_and_is_streamed() {
     assert!(reported.get("seq").is_none(), "progress is not an event");
 
     // The speed stays after the end. The next attempt measures its own steps.
-    let reason = ReasonKind::RankKilled { rank: 0, step: 32, signal: 9 }.into();
-    agent.end(&start.attempt, Ending::Failed { reason, retriable: true }).await;
+    let reason = ReasonKind::RankKilled { rank: 0, step: 32, signal: 9 };
+    agent.end(&start.attempt, failed(reason, true)).await;
     let next = agent.expect_start().await;
     assert_eq!(server.job(&id).await.images_per_second, Some(speed));
     let restart =

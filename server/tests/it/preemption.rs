@@ -1,7 +1,7 @@
 //! Preemption: a job of higher priority gets the slots of running preemptible jobs, which write a checkpoint first.
 
 use crate::{
-    agent::{Agent, checkpoint, hello, losses, running, server_with_agent},
+    agent::{Agent, checkpoint, failed, hello, losses, running, server_with_agent},
     test_server::TestServer,
 };
 use lockstep_protocol::{
@@ -114,8 +114,7 @@ async fn a_job_paused_or_cancelled_during_preemption_ends_as_requested() {
     assert!(!agent.expect_stop().await);
     agent.end(&jobs[0].1, Ending::Stopped).await;
     agent.end(&jobs[1].1, Ending::Stopped).await;
-    let reason = "rank 0 was killed by signal 9".into();
-    agent.end(&jobs[2].1, Ending::Failed { reason, retriable: true }).await;
+    agent.end(&jobs[2].1, failed("rank 0 was killed by signal 9", true)).await;
     assert_eq!(agent.expect_start().await.attempt.job, high.id);
     let states = [JobState::Paused, JobState::Cancelled, JobState::Queued];
     for ((job, _), state) in jobs.iter().zip(states) {

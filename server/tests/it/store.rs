@@ -1,6 +1,6 @@
 //! The same tests of the store for SQLite and Postgres.
 
-use crate::agent::{dataset_info, hello, losses, running};
+use crate::agent::{dataset_info, failed, hello, losses, running};
 use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Machine, Source},
@@ -168,7 +168,7 @@ async fn test_records(store: &dyn Store) {
     assert!(matches!(store.delete_job(&id).await, Err(StoreError::Refused(_))));
     assert_eq!(store.job(&id).await.unwrap().unwrap().job.last_seq, 7);
 
-    let ended = vec![AttemptEvent::Ended(Ending::Failed { reason: "no".into(), retriable: false })];
+    let ended = vec![AttemptEvent::Ended(failed("no", false))];
     store.ingest(&[report(Source::Agent, 0, ended)]).await.unwrap();
     let row = store.job(&id).await.unwrap().unwrap();
     assert_eq!(

@@ -20,7 +20,7 @@ impl From<StoreError> for Unusable {
 impl ObjectStoreState {
     /// Checks that the store can be used. After the first success, this needs no request.
     pub(crate) async fn check(&self) -> Result<(), Unusable> {
-        self.usable.get_or_try_init(|| self.storage.check()).await.map(|()| ())
+        self.usable.get_or_try_init(|| self.storage.check()).await.copied()
     }
 
     /// Confirms that the store can be used and is the store that the database knows. After the first success, this needs a single request.

@@ -1,7 +1,7 @@
 //! Attempts: claims, live attempts (which may write), and the list of a job's attempts.
 
 use super::{
-    Connection, DbRow, SqlStore, events, flag,
+    Connection, DbRow, SqlStore, events, fencing_token, flag,
     jobs::{load_all, record_change, save},
     multi_row, optional_time,
 };
@@ -10,7 +10,7 @@ use crate::{
     store::{
         AgentPlace, AttemptRow, Claim, ClaimedAttempt, Occupant, Place, Result, StoreError,
         unreadable::{self, json_or_default},
-        values::{fault_point, job_id, json, new_fencing_token, read_fencing_token, time, to_u32, uint},
+        values::{fault_point, job_id, json, new_fencing_token, time, to_u32, uint},
     },
 };
 use lockstep_protocol::{
@@ -57,7 +57,7 @@ impl SqlStore {
         let text = "SELECT fencing_token, fencing_secret, places, own_disks FROM attempts WHERE job_id = $1 AND attempt = $2";
         let query = sqlx::query(text).bind(job).bind(i64::from(attempt.attempt));
         let agent_place = |row: &DbRow| {
-            let token = read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
+            let token = fencing_token(row)?;
             let places: Vec<Place> = json_or_default(job, "places", row.try_get("places")?);
             let own_disks: Vec<String> = json_or_default(job, "own_disks", row.try_get("own_disks")?);
             let place = places.into_iter().find(|place| place.agent_id == agent_id);
@@ -143,10 +143,7 @@ impl SqlStore {
                 attempt: AttemptRef {
                     job: job_id(&id)?,
                     attempt: to_u32(row.try_get("attempt")?),
-                    fencing_token: read_fencing_token(
-                        row.try_get("fencing_token")?,
-                        row.try_get("fencing_secret")?,
-                    ),
+                    fencing_token: fencing_token(row)?,
                 },
             })
         };
@@ -201,10 +198,7 @@ async fn insert_attempts(
             // The database assigns the token's number.
             .bind(new_fencing_token(0).secret_text()))
     });
-    let token = |row: &DbRow| {
-        let token = read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
-        Ok((job_id(row.try_get("job_id")?)?, token))
-    };
+    let token = |row: &DbRow| Ok((job_id(row.try_get("job_id")?)?, fencing_token(row)?));
     rows.await?.iter().map(token).collect()
 }
 

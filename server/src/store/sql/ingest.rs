@@ -1,12 +1,12 @@
 //! Stores reports as events. Reports are checked against stored rows in the same transaction.
 
-use super::{Connection, SqlStore, checkpoint_copies, events, jobs, layers, multi_row};
+use super::{Connection, SqlStore, checkpoint_copies, events, fencing_token, jobs, layers, multi_row};
 use crate::{
     lifecycle::{self, external},
     store::{
         AppendResult, ChangedJob, EventRow, IngestResult, JobRow, Place, RecordsChange, Report, Result,
         RunRecords, StoreError, unreadable,
-        values::{fault_point, int, job_id, read_fencing_token, to_u32, uint},
+        values::{fault_point, int, job_id, to_u32, uint},
     },
 };
 use lockstep_protocol::{
@@ -65,7 +65,7 @@ async fn read_attempts(db: &mut Connection, attempts: &[AttemptKey]) -> Result<H
             Entry::Vacant(entry) => {
                 let places: Vec<Place> = unreadable::json_or_default(id, "places", row.try_get("places")?);
                 entry.insert(Attempt {
-                    token: read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?),
+                    token: fencing_token(&row)?,
                     agents: places.into_iter().map(|place| place.agent_id).collect(),
                     records: HashMap::new(),
                     updated_sources: BTreeSet::new(),
@@ -132,7 +132,6 @@ impl SqlStore {
             })
         });
         acknowledge(&mut db, &updated_sources.collect::<Vec<_>>()).await?;
-        fault_point("ingest.acknowledged")?;
         fault_point("ingest.commit")?;
         db.commit().await?;
         fault_point("ingest.committed")?;

@@ -1,14 +1,14 @@
 //! Jobs: reading, creating and changing rows.
 
-use super::{Connection, DbRow, SqlStore, checkpoint_copies, datasets, events, flag, multi_row};
+use super::{
+    Connection, DbRow, SqlStore, checkpoint_copies, datasets, events, fencing_token, flag, multi_row,
+};
 use crate::{
     lifecycle,
     store::{
         Annotation, ChangedJob, CreateResult, JobRow, NewJob, Result, StoreError,
         unreadable::{self, json_or_default, read_spec},
-        values::{
-            fault_point, from_json, int, job_id, json, read_fencing_token, strip_nul, time, to_u32, uint,
-        },
+        values::{fault_point, from_json, int, job_id, json, strip_nul, time, to_u32, uint},
     },
 };
 use jiff::Timestamp;
@@ -51,12 +51,10 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     spec.parallel.ranks = to_u32(row.try_get("ranks")?);
     spec.project = row.try_get("project")?;
     let stored_state: String = row.try_get("state")?;
-    let fencing_token = row.try_get::<Option<i64>, _>("fencing_token")?;
-    let fencing_token = fencing_token
-        .map(|number| Ok::<_, StoreError>(read_fencing_token(number, row.try_get("fencing_secret")?)))
-        .transpose()?;
+    let is_live = row.try_get::<Option<i64>, _>("fencing_token")?.is_some();
+    let fencing_token = is_live.then(|| fencing_token(row)).transpose()?;
     // If the stored state is unknown to this version, a job with a live attempt is shown as running, because it holds slots.
-    let shown_state = if fencing_token.is_some() { JobState::Running } else { JobState::Failed };
+    let shown_state = if is_live { JobState::Running } else { JobState::Failed };
     let parsed_state = stored_state.parse::<JobState>();
     let unknown_state = parsed_state.is_err().then_some((stored_state, shown_state));
     if let Some((state, _)) = &unknown_state {

@@ -35,8 +35,15 @@ use super::dialect::{
     BEGIN_SNAPSHOT, BEGIN_WRITE, Connection, DATABASE_BYTES, Db, DbRow, FIRST_METRIC_CHUNKS, LIKE,
     USE_LOG_INDEX, USE_METRICS_INDEX,
 };
-use crate::store::{Result, StoreError, sqlite::Lock, unreadable::readable, values::time};
+use crate::store::{
+    Result, StoreError,
+    sqlite::Lock,
+    unreadable::readable,
+    values::{from_json, new_fencing_token, time, uint},
+};
 use jiff::Timestamp;
+use lockstep_protocol::agent::FencingToken;
+use serde::de::DeserializeOwned;
 use sqlx::{Database, Pool, Row, Transaction};
 use std::sync::Arc;
 
@@ -56,6 +63,18 @@ pub struct SqlStore {
 /// A boolean, which both databases store as an integer.
 fn flag(row: &DbRow, column: &str) -> Result<bool> {
     Ok(row.try_get::<i64, _>(column)? != 0)
+}
+
+/// The fencing token in the columns `fencing_token` and `fencing_secret`. A damaged secret is replaced by a random secret, so that no agent
+/// knows the token.
+fn fencing_token(row: &DbRow) -> Result<FencingToken> {
+    let number = uint(row.try_get("fencing_token")?);
+    let token = FencingToken::of(number, row.try_get("fencing_secret")?);
+    Ok(token.unwrap_or_else(|| new_fencing_token(number)))
+}
+
+fn optional_json<T: DeserializeOwned>(row: &DbRow, column: &str) -> Result<Option<T>> {
+    row.try_get::<Option<&str>, _>(column)?.map(from_json).transpose()
 }
 
 fn optional_time(row: &DbRow, column: &str) -> Result<Option<Timestamp>> {

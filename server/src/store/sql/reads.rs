@@ -3,7 +3,7 @@
 use super::{
     BEGIN_SNAPSHOT, DATABASE_BYTES, DbRow, LIKE, SqlStore, USE_LOG_INDEX, USE_METRICS_INDEX, flag,
     jobs::{SELECT_JOBS, job_row, like_pattern},
-    multi_row,
+    multi_row, optional_json,
     pages::bounded,
 };
 use crate::store::{
@@ -67,11 +67,7 @@ fn checkpoint_row(row: &DbRow) -> Result<CheckpointRow> {
             step: uint(row.try_get("step")?),
             val_accuracy: row.try_get("val_accuracy")?,
             val_loss: row.try_get("val_loss")?,
-            validation: row
-                .try_get::<Option<String>, _>("validation")?
-                .as_deref()
-                .map(from_json)
-                .transpose()?,
+            validation: optional_json(row, "validation")?,
             best: flag(row, "best")?,
             size_bytes: uint(row.try_get("size_bytes")?),
         },

@@ -112,8 +112,8 @@ fn push_condition(query: &mut QueryBuilder<Db>, condition: &Condition) {
     query.push(")");
 }
 
-/// Adds a condition: the column contains `text`. The case of letters does not matter.
-fn push_contains(query: &mut QueryBuilder<Db>, column: &str, text: &str) {
+/// Adds a condition: `column`, an SQL expression, contains `text`. The case of letters does not matter.
+pub(super) fn push_contains(query: &mut QueryBuilder<Db>, column: &str, text: &str) {
     query.push(format!("lower({column}) LIKE lower(")).push_bind(like_pattern(text)).push(") ESCAPE '!'");
 }
 

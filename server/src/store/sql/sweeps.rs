@@ -104,9 +104,9 @@ impl SqlStore {
     }
 
     pub async fn sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>> {
-        let query = sqlx::query_scalar("SELECT specs FROM sweeps WHERE id = $1").bind(strip_nul(id));
-        let specs: Option<String> = query.fetch_optional(&self.reader).await?;
-        specs.map_or_else(|| Ok(Vec::new()), |specs| from_json(&specs))
+        let query = sqlx::query("SELECT specs FROM sweeps WHERE id = $1").bind(strip_nul(id));
+        let specs = self.find(query, |row| from_json(row.try_get("specs")?)).await?;
+        Ok(specs.unwrap_or_default())
     }
 
     pub async fn set_sweep_state(

@@ -129,8 +129,7 @@ impl JobQueue {
 
     async fn read_jobs(&self, store: &dyn Store, changed: &[JobId]) -> Result<()> {
         // `jobs_by_id` leaves out jobs that were deleted or that this version of the program cannot read, so they leave the queue.
-        let mut rows: HashMap<_, _> =
-            store.jobs_by_id(changed).await?.into_iter().map(|row| (row.job.id.clone(), row)).collect();
+        let mut rows = store.jobs_by_id(changed).await?;
         let mut queue = lock(&self.queue);
         for id in changed {
             match rows.remove(id) {

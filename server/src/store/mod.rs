@@ -126,8 +126,8 @@ pub trait Store {
     async fn job_by_idempotency_key(&self, key: &(String, String)) -> Result<Option<Job>>;
     /// A job, including the fields that only the server sees; `None` if it does not exist or was deleted.
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
-    /// The given jobs without their notes, in no order. Jobs that do not exist or cannot be read are left out.
-    async fn jobs_by_id(&self, ids: &[JobId]) -> Result<Vec<JobRow>>;
+    /// The given jobs without their notes. Jobs that do not exist or cannot be read are left out.
+    async fn jobs_by_id(&self, ids: &[JobId]) -> Result<HashMap<JobId, JobRow>>;
     /// Waits until the writer's connection responds. Earlier transactions whose connection broke during the commit have then been committed
     /// or rolled back, because their sessions have released the write lock.
     async fn wait_for_writer(&self) -> Result<()>;

@@ -76,8 +76,7 @@ impl SqlStore {
         let created: Vec<&NewAttempt<'_>> = attempts.iter().flatten().collect();
         let tokens = insert_attempts(&mut db, &created).await?;
         let ids: Vec<_> = created.iter().map(|attempt| attempt.claim.job.clone()).collect();
-        let rows = load_all(&mut db, &ids).await?;
-        let mut rows: HashMap<_, _> = rows.into_iter().map(|row| (row.job.id.clone(), row)).collect();
+        let mut rows = load_all(&mut db, &ids).await?;
         let (mut claimed, mut new_rows) = (Vec::with_capacity(claims.len()), Vec::new());
         let mut started = Vec::with_capacity(created.len());
         for attempt in attempts {

@@ -11,14 +11,13 @@ use crate::{
 };
 use lockstep_protocol::job::JobId;
 use sqlx::AssertSqlSafe;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 impl SqlStore {
     pub async fn change_jobs(&self, changes: &[(JobId, Change)]) -> Result<Vec<Option<ChangedJob>>> {
         let mut db = self.begin().await?;
         let ids: BTreeSet<&JobId> = changes.iter().map(|(id, _)| id).collect();
-        let rows = load_all(&mut db, &ids.into_iter().cloned().collect::<Vec<_>>()).await?;
-        let mut rows: BTreeMap<_, _> = rows.into_iter().map(|row| (row.job.id.clone(), row)).collect();
+        let mut rows = load_all(&mut db, &ids.into_iter().cloned().collect::<Vec<_>>()).await?;
         let at = crate::now();
         let (mut changed, mut new_rows) = (Vec::with_capacity(changes.len()), Vec::new());
         for (id, change) in changes {

@@ -196,8 +196,7 @@ async fn load(db: &mut Connection, reports: &[Report]) -> Result<HashMap<JobId, 
     let attempts: Vec<_> = attempts.into_iter().collect();
     let mut ids: Vec<_> = attempts.iter().map(|(job, _)| job.clone()).collect();
     ids.dedup();
-    let entry = |row: JobRow| {
-        let id = row.job.id.clone();
+    let entry = |(id, row): (JobId, JobRow)| {
         (id, LoadedJob { row, attempts: HashMap::new(), events: Vec::new(), first_report: None })
     };
     let mut loaded: HashMap<_, _> = jobs::load_all(db, &ids).await?.into_iter().map(entry).collect();

@@ -17,6 +17,7 @@ use lockstep_protocol::{
     stream::EventBody,
 };
 use sqlx::Row;
+use std::collections::HashMap;
 
 /// Query for jobs with their tags, without notes. Notes may be long, so lists of jobs omit them.
 pub(super) const SELECT_JOBS: &str = "SELECT jobs.*, annotations.tags, CAST(NULL AS TEXT) AS notes FROM jobs \
@@ -135,14 +136,20 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     })
 }
 
-/// Loads a job; `None` if it does not exist or was deleted.
-pub(super) async fn load(db: &mut Connection, id: &JobId) -> Result<Option<JobRow>> {
-    Ok(load_all(db, std::slice::from_ref(id)).await?.pop())
+/// As [`job_row`], with the job's id.
+pub(super) fn job_with_id(row: &DbRow) -> Result<(JobId, JobRow)> {
+    let row = job_row(row)?;
+    Ok((row.job.id.clone(), row))
 }
 
-/// Loads jobs, in any order. Deleted jobs are left out.
-pub(super) async fn load_all(db: &mut Connection, ids: &[JobId]) -> Result<Vec<JobRow>> {
-    rows_of(db, SELECT_JOBS_WITH_NOTES, ids).await?.iter().map(job_row).collect()
+/// Loads a job; `None` if it does not exist or was deleted.
+pub(super) async fn load(db: &mut Connection, id: &JobId) -> Result<Option<JobRow>> {
+    Ok(load_all(db, std::slice::from_ref(id)).await?.remove(id))
+}
+
+/// Loads jobs. Deleted jobs are left out.
+pub(super) async fn load_all(db: &mut Connection, ids: &[JobId]) -> Result<HashMap<JobId, JobRow>> {
+    rows_of(db, SELECT_JOBS_WITH_NOTES, ids).await?.iter().map(job_with_id).collect()
 }
 
 /// The rows of `select` ([`SELECT_JOBS`] or [`SELECT_JOBS_WITH_NOTES`]) for jobs, in any order. Deleted jobs are left out.

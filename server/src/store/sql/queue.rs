@@ -2,7 +2,7 @@
 
 use super::{
     SqlStore,
-    jobs::{SELECT_JOBS, job_row, rows_of},
+    jobs::{SELECT_JOBS, job_with_id, rows_of},
 };
 use crate::{
     config::FairShare,
@@ -17,9 +17,9 @@ use sqlx::AssertSqlSafe;
 use std::collections::HashMap;
 
 impl SqlStore {
-    pub async fn jobs_by_id(&self, ids: &[JobId]) -> Result<Vec<JobRow>> {
+    pub async fn jobs_by_id(&self, ids: &[JobId]) -> Result<HashMap<JobId, JobRow>> {
         let rows = rows_of(&mut *self.reader.acquire().await?, SELECT_JOBS, ids).await?;
-        Ok(readable(rows.iter().map(job_row)))
+        Ok(readable(rows.iter().map(job_with_id)).into_iter().collect())
     }
 
     pub async fn waiting_fingerprints(&self) -> Result<HashMap<JobId, WaitingFingerprint>> {

@@ -1,7 +1,7 @@
 //! The history and the speed of jobs.
 
 use crate::{
-    agent::{Agent, checkpoint, dataset_info, failed, hello, losses, running, server_with_agent},
+    agent::{Agent, checkpoint, dataset_info, hello, losses, running, server_with_agent},
     test_server::{TestServer, spec, wait_until},
 };
 use lockstep_protocol::{
@@ -35,8 +35,8 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
     agent
         .report(&first.attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=60), checkpoint(50)])
         .await;
-    let reason = ReasonKind::RankKilled { rank: 1, step: 60, signal: 9 };
-    agent.end(&first.attempt, failed(reason, true)).await;
+    let reason = ReasonKind::RankKilled { rank: 1, step: 60, signal: 9 }.into();
+    agent.end(&first.attempt, Ending::Failed { reason, retriable: true }).await;
 
     let second = agent.expect_start().await;
     agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 50), checkpoint(70)]).await;
@@ -120,7 +120,8 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
     assert_eq!((&submitted["who"], &entry(0)["who"]), (&json!(owner), &json!(owner)), "the owner is visible");
     assert!(rest.iter().all(|e| e.get("who").is_none()), "{read_by_eva:#}");
 
-    // A job that is cancelled before it starts has only the entries of its submission and cancellation. Other histories do not change.
+    // A job that is cancelled before it starts has only these two entries, and the first job's history stays the same. The owner sees who
+    // requested changes.
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     let cancelled_job = server.submit(|s| s["parallel"]["ranks"] = json!(1)).await.id.to_string();
     server.order(&cancelled_job, "cancel").await;
@@ -147,7 +148,7 @@ async fn the_history_shows_who_requested_changes_only_to_permitted_readers() {
     server.stop().await;
 }
 
-/// Waits until `code` is the reason for which a job waits. Returns the job's position in the queue and the reason.
+/// Waits until `code` is the reason for which the job waits. Returns the job's position in the queue and the reason.
 async fn wait_for_reason(server: &TestServer, id: &str, code: &str) -> Value {
     let mut queue = Value::Null;
     wait_until(&format!("{id} waits for {code}"), async || {
@@ -171,7 +172,7 @@ async fn a_waiting_job_shows_its_place_and_current_reason() {
     assert_eq!(reason(&waiting, "waiting_for_slots").await["place"], 2);
     assert_eq!(read_history(&server, &first).await["queue"], Value::Null);
 
-    // The `reason` of a resumed job is still the reason why its last attempt ended. The history's `queue` has the reason why the job waits.
+    // The `reason` of a resumed job is still the reason why its last attempt ended. The reason of its wait is in the history's `queue`.
     server.order(&first, "pause").await;
     agent.expect_stop().await;
     agent.end(&start.attempt, Ending::Stopped).await;
@@ -212,7 +213,8 @@ async fn a_restart_of_the_server_causes_no_events_of_waiting_jobs() {
     let stored =
         format!("SELECT count(*) FROM jobs WHERE id = '{later}' AND cause LIKE '%waiting_for_slots%'");
     wait_until("the reason is stored", async || server.query_number(&stored).await > 0).await;
-    // If the machine reconnects later than 4 s after the start, the server has stored an event with the reason `no_agent_online`.
+    // If the machine reconnects more than four seconds after the start, the server correctly stores an event for `no_agent_online`. So the
+    // number of events is compared only after a faster reconnect.
     let is_in_time = start_time.elapsed() < Duration::from_secs(4);
     assert!(server.query_number(&events).await == before || !is_in_time, "more than {before} events");
     server.stop().await;
@@ -310,8 +312,8 @@ async fn speed_counts_pictures_per_second_and_is_streamed() {
     assert!(reported.get("seq").is_none(), "progress is not an event");
 
     // The speed stays after the end. The next attempt measures its own steps.
-    let reason = ReasonKind::RankKilled { rank: 0, step: 32, signal: 9 };
-    agent.end(&start.attempt, failed(reason, true)).await;
+    let reason = ReasonKind::RankKilled { rank: 0, step: 32, signal: 9 }.into();
+    agent.end(&start.attempt, Ending::Failed { reason, retriable: true }).await;
     let next = agent.expect_start().await;
     assert_eq!(server.job(&id).await.images_per_second, Some(speed));
     let restart =

@@ -71,7 +71,7 @@ pub fn config(dir: &TempDir) -> ServeConfig {
 }
 
 /// The URL of the Postgres database that belongs to a data directory; `None` if tests use SQLite. The first call creates the database.
-/// The URL is kept in memory and not in a file of the directory, because tests compare the directory's content.
+/// The URL is remembered in memory and not in a file of the directory, because tests compare the directory's content.
 pub fn database_of(dir: &TempDir) -> Option<String> {
     static CREATED: Mutex<BTreeMap<PathBuf, String>> = Mutex::new(BTreeMap::new());
     postgres::wanted().then(|| {
@@ -131,7 +131,7 @@ impl TestServer {
     }
 
     pub async fn open(dir: TempDir, change: impl FnOnce(&mut ServeConfig)) -> Self {
-        // The default crypto provider of rustls, for clients that choose no provider.
+        // The default crypto provider of rustls, for clients that set none.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let mut config = config(&dir);
         config.database = database_of(&dir);
@@ -232,7 +232,7 @@ impl TestServer {
         (status, serde_json::from_str(&text).unwrap_or(Value::Null))
     }
 
-    /// Returns all pages of a list. `path` must have a query string, to which the cursor is appended.
+    /// Returns all pages of a list. The path must have a query, because cursors are appended to it.
     pub async fn read_pages(&self, path: &str) -> Vec<Value> {
         let (mut pages, mut cursor) = (Vec::new(), Some(String::new()));
         while let Some(after) = cursor {

@@ -38,7 +38,7 @@ const checkpoints = new Checkpoints(initial.checkpoints, (action, c) => {
   if (action === "register") return register(c);
   if (action === "evaluate") { evaluation.choose(c.id); tabs.show("evaluation"); } else { classify.choose(c.id); tabs.show("classify"); }
   byId("panels").scrollIntoView({ block: "nearest" });
-}, initial.has_artifact_store ? job.id : null);
+}, initial.has_object_store ? job.id : null);
 checkpoints.draw();
 const facts = new Facts(job, metrics, ranks, checkpoints);
 checkpoints.changeListeners.add(() => drawFactsSoon());

@@ -31,8 +31,7 @@ pub const CHECKPOINT_POINTS: [&str; 9] = [
     "checkpoint.remove",
 ];
 /// Points inside a transaction that stores ranks' reports, and right after it.
-pub const INGEST_POINTS: [&str; 5] =
-    ["ingest.begin", "ingest.event", "ingest.acknowledged", "ingest.commit", "ingest.committed"];
+pub const INGEST_POINTS: [&str; 4] = ["ingest.begin", "ingest.event", "ingest.commit", "ingest.committed"];
 /// Points inside transactions that make and change jobs.
 pub const JOB_POINTS: [&str; 6] =
     ["create.begin", "create.commit", "create.committed", "claim.begin", "claim.commit", "claim.committed"];

@@ -59,7 +59,7 @@ pub struct JobPage {
     #[serde(skip)]
     pub has_network: bool,
     /// Whether the server also keeps checkpoints in an object store.
-    pub has_artifact_store: bool,
+    pub has_object_store: bool,
 }
 
 impl JobPage {

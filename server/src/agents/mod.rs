@@ -92,8 +92,11 @@ pub(crate) enum RequestError {
         /// The names of the agents.
         asked: Vec<String>,
     },
-    /// The agent disconnected or took too long.
-    NoReply(QueuePosition),
+    /// The agent disconnected, or took too long with `ahead` other requests before this request.
+    NoReply {
+        agent: String,
+        ahead: usize,
+    },
     /// The process in which the agent handled the request was killed. `detail` is the agent's text.
     Killed {
         agent: String,
@@ -115,10 +118,10 @@ impl RequestError {
             Self::NobodyHasFiles { path, asked } => {
                 format!("no machine that is online has {path} (asked: {})", asked.join(", "))
             }
-            Self::NoReply(QueuePosition { agent, ahead: 0 }) => {
+            Self::NoReply { agent, ahead: 0 } => {
                 format!("{agent} disconnected or did not respond in time; try again")
             }
-            Self::NoReply(QueuePosition { agent, ahead }) => {
+            Self::NoReply { agent, ahead } => {
                 format!(
                     "{agent} did not respond in time, because {ahead} other requests were ahead; try again"
                 )
@@ -133,18 +136,10 @@ impl RequestError {
     }
 }
 
-/// The agent of a request, and the number of requests of the same kind that the agent handles before this request.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct QueuePosition {
-    pub(crate) agent: String,
-    pub(crate) ahead: usize,
-}
-
 /// A request without a reply.
 #[derive(Debug)]
 struct PendingRequest {
     connection: u64,
-    agent: String,
     queue: RequestQueue,
     reply_to: oneshot::Sender<Result<AgentReply, String>>,
 }
@@ -340,12 +335,7 @@ impl Agents {
     pub(crate) fn send_request(&self, agent: &OnlineAgent, request: AgentRequest) -> PendingReply {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let (reply_to, reply) = oneshot::channel();
-        let pending = PendingRequest {
-            connection: agent.connection,
-            agent: agent.row.name.clone(),
-            queue: request.queue(),
-            reply_to,
-        };
+        let pending = PendingRequest { connection: agent.connection, queue: request.queue(), reply_to };
         lock(&self.pending).insert(id, pending);
         if agent.sender.send(ToAgent::Request { id, request }).is_err() {
             // The agent's connection is closed, so no reply will come.
@@ -365,24 +355,21 @@ impl Agents {
     ) -> Result<AgentReply, RequestError> {
         let PendingReply { id, agent, reply } = pending;
         let reply = tokio::time::timeout(timeout, reply).await;
-        let position = self.queue_position(id).unwrap_or(QueuePosition { agent, ahead: 0 });
+        let ahead = self.requests_ahead(id).unwrap_or(0);
         lock(&self.pending).remove(&id);
         match reply {
-            Ok(Ok(Err(detail))) if was_killed(&detail) => {
-                Err(RequestError::Killed { agent: position.agent, detail })
-            }
+            Ok(Ok(Err(detail))) if was_killed(&detail) => Err(RequestError::Killed { agent, detail }),
             Ok(Ok(reply)) => reply.map_err(RequestError::Refused),
-            _ => Err(RequestError::NoReply(position)),
+            _ => Err(RequestError::NoReply { agent, ahead }),
         }
     }
 
-    /// The request's agent, and the number of requests before this request; `None` after the reply.
-    pub(crate) fn queue_position(&self, id: u64) -> Option<QueuePosition> {
+    /// Number of requests of the same kind that the request's agent handles before this request; `None` after the reply.
+    pub(crate) fn requests_ahead(&self, id: u64) -> Option<usize> {
         let pending = lock(&self.pending);
         let request = pending.get(&id)?;
         let before = pending.range(..id).map(|(_, other)| other);
-        let ahead = before.filter(|o| o.connection == request.connection && o.queue == request.queue).count();
-        Some(QueuePosition { agent: request.agent.clone(), ahead })
+        Some(before.filter(|o| o.connection == request.connection && o.queue == request.queue).count())
     }
 
     /// Number of requests of a queue to which a connection has not replied.

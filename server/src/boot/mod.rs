@@ -8,8 +8,8 @@ use crate::{
     app::App,
     auth::oidc::Oidc,
     checkpoints::{
-        artifact_store::{ArtifactStore, RequestKind},
         object_storage::{ObjectStorage, Unusable},
+        object_store_state::{ObjectStoreState, RequestKind},
     },
     config::{AccessLogTo, ServeConfig, TlsConfig, check_listen_address, serve_error::ServeError},
     datasets::roots::resolve_links,
@@ -106,7 +106,9 @@ pub async fn serve(
 
 /// Opens the object store, if one is configured, and checks that it can be used. If the store is temporarily unavailable, the server starts
 /// nevertheless, and the reason is returned with the store.
-async fn open_artifacts(config: &ServeConfig) -> Result<Option<(ObjectStorage, Option<String>)>, ServeError> {
+async fn open_artifacts(
+    config: &ServeConfig,
+) -> Result<Option<(ObjectStoreState, Option<String>)>, ServeError> {
     let Some(url) = &config.artifacts else { return Ok(None) };
     let failed = |detail| ServeError::Artifacts { url: url.clone(), detail };
     let storage = ObjectStorage::open(url).map_err(failed)?;
@@ -128,8 +130,9 @@ async fn open_artifacts(config: &ServeConfig) -> Result<Option<(ObjectStorage, O
             )));
         }
     }
-    let why = unavailable_reason(storage.check()).await.map_err(failed)?;
-    Ok(Some((storage, why)))
+    let object_store = ObjectStoreState::new(storage, config.artifacts_adopt);
+    let why = unavailable_reason(object_store.check()).await.map_err(failed)?;
+    Ok(Some((object_store, why)))
 }
 
 /// Waits for a check of the object store. Returns the reason if the store is temporarily unavailable.
@@ -151,23 +154,21 @@ async fn unavailable_reason(
 async fn confirm_artifacts(
     config: &ServeConfig,
     store: &dyn Store,
-    storage: ObjectStorage,
+    object_store: ObjectStoreState,
     mut unavailable: Option<String>,
-) -> Result<ArtifactStore, ServeError> {
-    let artifacts = ArtifactStore::new(storage, config.artifacts_adopt);
+) -> Result<ObjectStoreState, ServeError> {
     if unavailable.is_none() {
-        artifacts.note_usable();
-        unavailable = unavailable_reason(artifacts.confirm(store)).await.map_err(|detail| {
+        unavailable = unavailable_reason(object_store.confirm(store)).await.map_err(|detail| {
             ServeError::Artifacts { url: config.artifacts.clone().unwrap_or_default(), detail }
         })?;
     }
     if let Some(why) = unavailable {
-        artifacts.note_failure(RequestKind::Other, &why);
+        object_store.note_failure(RequestKind::Other, &why);
     }
     // Damaged checkpoints in the object store may have been repaired.
-    let cleared = store.clear_damage_marks(artifacts.storage.url()).await;
+    let cleared = store.clear_damage_marks(object_store.storage.url()).await;
     cleared.map_err(|error| database_error(config, error))?;
-    Ok(artifacts)
+    Ok(object_store)
 }
 
 /// Refuses an empty database if the data directory has folders of jobs, because the database was then lost.
@@ -210,7 +211,7 @@ fn database_error(config: &ServeConfig, error: StoreError) -> ServeError {
 async fn open_app(
     mut config: ServeConfig,
     certificate: Option<Arc<ServerCertificate>>,
-    artifacts: Option<(ObjectStorage, Option<String>)>,
+    artifacts: Option<(ObjectStoreState, Option<String>)>,
 ) -> Result<App, ServeError> {
     let data_dir = &config.data_dir;
     config.data_dir = private_files::create_data_dir(data_dir)
@@ -222,21 +223,21 @@ async fn open_app(
     let checked = async {
         refuse_empty_database(&config, &location, &*store).await?;
         match artifacts {
-            Some((storage, unavailable)) => {
-                confirm_artifacts(&config, &*store, storage, unavailable).await.map(Some)
+            Some((object_store, unavailable)) => {
+                confirm_artifacts(&config, &*store, object_store, unavailable).await.map(Some)
             }
             None => Ok(None),
         }
     };
-    let artifact_store = match checked.await {
-        Ok(artifact_store) => artifact_store,
+    let object_store = match checked.await {
+        Ok(object_store) => object_store,
         Err(error) => {
             store.close().await;
             return Err(error);
         }
     };
     run_files::clear_incoming(&config.data_dir.join("jobs"));
-    wire::start(config, store, artifact_store, oidc, certificate).await
+    wire::start(config, store, object_store, oidc, certificate).await
 }
 
 fn open_log(to: &AccessLogTo, max_bytes: u64) -> Result<AccessLog, ServeError> {

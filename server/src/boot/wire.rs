@@ -5,7 +5,9 @@ use crate::{
     agents::{Agents, inbox::Inbox},
     app::App,
     auth::{Auth, audit::Audit, oidc::Oidc},
-    checkpoints::{Checkpoints, artifact_fetches, artifact_store::ArtifactStore, artifact_sync},
+    checkpoints::{
+        Checkpoints, object_store_fetches, object_store_state::ObjectStoreState, object_store_sync,
+    },
     config::{ServeConfig, serve_error::ServeError},
     datasets::Datasets,
     events::{Events, Subscriber, hub::Hub},
@@ -27,12 +29,12 @@ use tokio::sync::Notify;
 pub(super) async fn start(
     config: ServeConfig,
     store: Arc<dyn Store>,
-    artifact_store: Option<ArtifactStore>,
+    object_store: Option<ObjectStoreState>,
     oidc: Option<Oidc>,
     certificate: Option<Arc<ServerCertificate>>,
 ) -> Result<App, ServeError> {
     let (config, tasks) = (Arc::new(config), Tasks::default());
-    let artifact_store = artifact_store.map(Arc::new);
+    let object_store = object_store.map(Arc::new);
     let (inbox, reports) = Inbox::new();
     let agents = Arc::new(Agents::new(config.lease, inbox));
     let waiting = Arc::new(JobQueue::default());
@@ -44,7 +46,7 @@ pub(super) async fn start(
     let subscribers: Vec<Subscriber> = {
         let (waiting, hub, metrics, agents) = (waiting.clone(), hub.clone(), metrics.clone(), agents.clone());
         let (webhooks, sweeps_changed) = (webhooks.clone(), sweeps_changed.clone());
-        let artifact_store = artifact_store.clone();
+        let object_store = object_store.clone();
         vec![
             Box::new(move |changed: &ChangedJob| waiting.note_change(&changed.job)),
             Box::new(move |changed: &ChangedJob| hub.publish(changed)),
@@ -58,9 +60,9 @@ pub(super) async fn start(
                 }
             }),
             Box::new(move |changed: &ChangedJob| {
-                if let Some(artifacts) = &artifact_store {
+                if let Some(object_store) = &object_store {
                     let ids = changed.events.iter().filter_map(EventRow::checkpoint);
-                    ids.for_each(|id| artifacts.queue(&id));
+                    ids.for_each(|id| object_store.queue(&id));
                 }
             }),
             // When a job is no longer active, its lease is released, which frees its slots.
@@ -79,7 +81,7 @@ pub(super) async fn start(
         store.clone(),
         events.clone(),
         agents.clone(),
-        artifact_store,
+        object_store,
         tasks.clone(),
     ));
     let datasets =
@@ -135,9 +137,9 @@ async fn restore(app: &App) -> Result<(), ServeError> {
     };
     restored.await.map_err(|error| database_error(&app.config, error))?;
     running::ensure_own_token(&app.config, &app.auth).await.map_err(ServeError::Token)?;
-    if app.checkpoints.artifact_store.is_some() {
+    if app.checkpoints.object_store.is_some() {
         let jobs = app.config.data_dir.join("jobs");
-        if let Err(error) = blocking(move || artifact_fetches::remove_unfinished(&jobs)).await {
+        if let Err(error) = blocking(move || object_store_fetches::remove_unfinished(&jobs)).await {
             tracing::warn!(%error, "incomplete downloads of checkpoints stay on the disk until the next start");
         }
     }
@@ -154,7 +156,7 @@ fn run_tasks(app: &App) {
     tasks.spawn(compaction::run(app.metrics.clone()));
     tasks.spawn(retire::run(app.metrics.clone()));
     tasks.spawn(async move { deleted_jobs.run().await });
-    tasks.spawn(artifact_sync::run(app.checkpoints.clone()));
+    tasks.spawn(object_store_sync::run(app.checkpoints.clone()));
     tasks.spawn(async move { agents.machines.run(&*store).await });
     tasks.spawn(async move { hub.publish_list().await });
     tasks.spawn(async move { runs.watch().await });

@@ -1,11 +1,11 @@
 //! Checkpoints: their copies on the server's disk and in the object store, uploads from agents, and the removal of old checkpoints.
 
-pub(crate) mod artifact_fetches;
-pub(crate) mod artifact_store;
-pub(crate) mod artifact_sync;
 pub(crate) mod disk_checks;
 pub(crate) mod manifest;
 pub(crate) mod object_storage;
+pub(crate) mod object_store_fetches;
+pub(crate) mod object_store_state;
+pub(crate) mod object_store_sync;
 pub(crate) mod uploads;
 pub(crate) mod verified_files;
 mod waits;
@@ -20,8 +20,6 @@ use crate::{
     store::{CheckpointRow, Copies, CopyState, Holder, JobRow, Report, Result, Store},
     util::{blocking, if_exists, tasks::Tasks},
 };
-use artifact_fetches::{Availability, find_availability};
-use artifact_store::ArtifactStore;
 use lockstep_protocol::{
     JobId,
     agent::{AttemptEvent, AttemptRef},
@@ -29,6 +27,8 @@ use lockstep_protocol::{
     checkpoint_files::{folder_name, parse_folder_name},
     reason::{Reason, ReasonKind},
 };
+use object_store_fetches::{Availability, find_availability};
+use object_store_state::ObjectStoreState;
 use std::{
     collections::{HashMap, HashSet},
     fs, io,
@@ -50,7 +50,7 @@ pub(crate) struct Checkpoints {
     pub(crate) events: Arc<Events>,
     pub(crate) agents: Arc<Agents>,
     /// The object store for copies of checkpoints, if there is one.
-    pub(crate) artifact_store: Option<Arc<ArtifactStore>>,
+    pub(crate) object_store: Option<Arc<ObjectStoreState>>,
     tasks: Tasks,
     /// The times for which jobs have waited for checkpoints that other machines upload.
     pub(crate) waits: CheckpointWaits,
@@ -68,7 +68,7 @@ impl Checkpoints {
         store: Arc<dyn Store>,
         events: Arc<Events>,
         agents: Arc<Agents>,
-        artifact_store: Option<Arc<ArtifactStore>>,
+        object_store: Option<Arc<ObjectStoreState>>,
         tasks: Tasks,
     ) -> Self {
         Self {
@@ -76,7 +76,7 @@ impl Checkpoints {
             store,
             events,
             agents,
-            artifact_store,
+            object_store,
             evaluations: SharedRequests::new(tasks.clone(), Duration::ZERO),
             tasks,
             waits: CheckpointWaits::default(),
@@ -90,23 +90,23 @@ impl Checkpoints {
         self.config.job_dir(&row.job).join("checkpoints").join(folder_name_of(row))
     }
 
-    /// The copies of a job's checkpoints, by the checkpoint's id.
-    pub(crate) async fn copies(&self, job: &JobId) -> Result<HashMap<String, Copies>> {
-        let object_store = self.artifact_store.as_deref().map_or("", |store| store.storage.url());
-        self.store.copies(job, object_store).await
+    /// The copies of a job's checkpoints.
+    pub(crate) async fn copies(&self, job: &JobId) -> Result<JobCopies> {
+        let object_store = self.object_store.as_deref().map_or("", |store| store.storage.url());
+        Ok(JobCopies(self.store.copies(job, object_store).await?))
     }
 
     pub(crate) async fn copies_of(&self, row: &CheckpointRow) -> Result<Copies> {
-        Ok(self.copies(&row.job).await?.remove(&row.id).unwrap_or_default())
+        Ok(self.copies(&row.job).await?.0.remove(&row.id).unwrap_or_default())
     }
 
     /// Whether this server has a checkpoint: on its disk, or in its object store.
-    pub(crate) fn has_copy(&self, row: &CheckpointRow, copies: Option<&Copies>) -> bool {
-        self.folder(row).exists() || copies.is_some_and(Copies::is_stored)
+    pub(crate) fn has_copy(&self, row: &CheckpointRow, copies: &Copies) -> bool {
+        self.folder(row).exists() || copies.is_stored()
     }
 
     /// A checkpoint as clients see it.
-    pub(crate) fn describe(&self, row: CheckpointRow, copies: Option<&Copies>) -> Checkpoint {
+    pub(crate) fn describe(&self, row: CheckpointRow, copies: &Copies) -> Checkpoint {
         let uploading_from =
             self.holders_unless_on_server(&row, copies).into_iter().next().map(|holder| holder.agent);
         let stored = self.stored_state(&row, copies);
@@ -116,10 +116,10 @@ impl Checkpoints {
 
     /// Whether a checkpoint is in the object store or on its way there. `None` if there is no object store, or if neither the store nor the
     /// disk has an undamaged copy.
-    fn stored_state(&self, row: &CheckpointRow, copies: Option<&Copies>) -> Option<StoredState> {
-        let store = self.artifact_store.as_deref()?;
-        let is_damaged_on_server = copies.is_some_and(|copies| copies.is_damaged_on_server);
-        let is_uploading = match copies.and_then(|copies| copies.object_store) {
+    fn stored_state(&self, row: &CheckpointRow, copies: &Copies) -> Option<StoredState> {
+        let store = self.object_store.as_deref()?;
+        let is_damaged_on_server = copies.is_damaged_on_server;
+        let is_uploading = match copies.object_store {
             _ if store.is_uploading(&row.id) => true,
             Some(CopyState::Complete) => return Some(StoredState::Stored),
             Some(CopyState::Copying) => !is_damaged_on_server,
@@ -131,12 +131,10 @@ impl Checkpoints {
     }
 
     /// The agents that have a checkpoint, online agents first. Empty if the server has the checkpoint.
-    pub(crate) fn holders_unless_on_server(
-        &self,
-        row: &CheckpointRow,
-        copies: Option<&Copies>,
-    ) -> Vec<Holder> {
-        let Some(copies) = copies.filter(|_| !self.has_copy(row, copies)) else { return Vec::new() };
+    pub(crate) fn holders_unless_on_server(&self, row: &CheckpointRow, copies: &Copies) -> Vec<Holder> {
+        if self.has_copy(row, copies) {
+            return Vec::new();
+        }
         let mut holders = copies.holders.clone();
         if holders.len() > 1 {
             let online = self.reachable_agents();
@@ -161,13 +159,13 @@ impl Checkpoints {
     ) -> Result<Option<Wait>> {
         let job = &job_row.job;
         // Pretrained weights may be a checkpoint of another job.
-        if self.artifact_store.is_some()
+        if self.object_store.is_some()
             && let Some(pretrained) = &job.spec.model.pretrained
             && let Some(row) = self.store.checkpoint(pretrained).await?
             && let copies = self.copies_of(&row).await?
             && copies.may_be_fetched()
             && let Availability::Waits(wait) =
-                find_availability(self, &row, Some(&copies), job, check_deadline).await?
+                find_availability(self, &row, &copies, job, check_deadline).await?
         {
             return Ok(Some(wait));
         }
@@ -182,7 +180,7 @@ impl Checkpoints {
         let mut is_newest_elsewhere = false;
         for row in self.store.checkpoints(&job.id).await? {
             // The newest checkpoint comes first.
-            let copies = copies.get(&row.id);
+            let copies = copies.of(&row.id);
             let holders = self.holders_unless_on_server(&row, copies);
             if holders.is_empty() {
                 match find_availability(self, &row, copies, job, check_deadline).await? {
@@ -222,7 +220,7 @@ impl Checkpoints {
         }
         let job = &report.attempt.job;
         // A checkpoint that is not old yet is removed later, when the newest checkpoint is stored.
-        let (copies, old) = if self.artifact_store.is_some() {
+        let (copies, old) = if self.object_store.is_some() {
             let (_, old) = self.kept_and_old(job).await?.unwrap_or_default();
             (self.copies(job).await?, old)
         } else {
@@ -234,7 +232,7 @@ impl Checkpoints {
             let AttemptEvent::CheckpointRemoved { epoch, step } = event else { continue };
             let name = folder_name(*epoch, *step);
             let id = format!("{job}-{name}");
-            let is_stored = copies.get(&id).is_some_and(Copies::is_stored);
+            let is_stored = copies.of(&id).is_stored();
             let is_here = is_stored || self.config.job_dir(job).join("checkpoints").join(&name).exists();
             let is_needed = is_stored && old.iter().all(|row| row.id != id);
             if is_needed || is_here && has_own_disk {
@@ -274,7 +272,7 @@ impl Checkpoints {
         let mut count_here = 0;
         let is_kept = |row: &CheckpointRow| {
             // Only checkpoints that the server has are counted, because newer checkpoints may never arrive.
-            let is_here = self.has_copy(row, copies.get(&row.id));
+            let is_here = self.has_copy(row, copies.of(&row.id));
             count_here += usize::from(is_here);
             !is_here || count_here <= keep || row.info.best || registered.contains(&row.id)
         };
@@ -310,6 +308,17 @@ impl Checkpoints {
         let Some((_, mut old)) = self.kept_and_old(job).await? else { return Ok(()) };
         old.retain(|row| !self.folder(row).exists());
         self.change_rows(job, epochs_and_steps(&old), Vec::new()).await
+    }
+}
+
+/// The copies of a job's checkpoints, by the checkpoint's id.
+#[derive(Default)]
+pub(crate) struct JobCopies(HashMap<String, Copies>);
+
+impl JobCopies {
+    pub(crate) fn of(&self, checkpoint: &str) -> &Copies {
+        static NONE: Copies = Copies { holders: Vec::new(), object_store: None, is_damaged_on_server: false };
+        self.0.get(checkpoint).unwrap_or(&NONE)
     }
 }
 

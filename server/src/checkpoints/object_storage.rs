@@ -1,5 +1,5 @@
 //! Access to the object store for checkpoints (`serve --artifacts`): a directory, or a bucket of S3 or a compatible service. This module
-//! handles objects and files. `artifact_store` and the tasks decide which checkpoints are stored.
+//! handles objects and files. `object_store_state` and the tasks decide which checkpoints are stored.
 //!
 //! A checkpoint's objects are at `jobs/<job>/<epoch>-<step>/`: each file below the SHA-256 of its bytes, and `MANIFEST.json`, which names
 //! the files. `LOCKSTEP.json` at the root identifies the store. An object appears completely or not at all, and files are verified while

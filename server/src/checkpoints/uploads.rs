@@ -35,7 +35,7 @@ pub(crate) enum UploadError {
     /// Another request is changing this upload.
     Busy,
     /// The server has this checkpoint with other weights, and the attempt that would replace the checkpoint has ended.
-    Stored,
+    OtherWeightsStored,
     /// An I/O error.
     Io(io::Error),
 }
@@ -207,7 +207,7 @@ impl Upload {
             let files = manifest.files.iter().filter(|(name, _)| name.as_str() != STATE);
             files.map(|(name, file)| (name.clone(), file.sha256.clone())).collect()
         };
-        (weights(manifest) == weights(&stored)).then_some(()).ok_or(UploadError::Stored)
+        (weights(manifest) == weights(&stored)).then_some(()).ok_or(UploadError::OtherWeightsStored)
     }
 
     /// Takes the lock that is held while files change, because a repeated request of an agent may overlap with the first request.

@@ -53,11 +53,10 @@ impl Tree {
     /// # Errors
     /// The dataset cannot be read or copied.
     pub(crate) fn open(path: &Path) -> Result<Option<Self>, String> {
-        let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
         match fs::metadata(path) {
             Ok(metadata) if metadata.is_dir() => {
                 refuse_links(path)?;
-                let is_empty = fs::read_dir(path).map_err(failed)?.next().is_none();
+                let is_empty = fs::read_dir(path).map_err(unreadable(path))?.next().is_none();
                 let root = path.to_owned();
                 Ok((!is_empty).then_some(Self { root, kind: Kind::Folder, relative_path: String::new() }))
             }
@@ -70,7 +69,7 @@ impl Tree {
             }
             Ok(_) => Err(format!("{} is neither a file nor a folder", path.display())),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Self::open_pattern(path),
-            Err(error) => Err(failed(error)),
+            Err(error) => Err(unreadable(path)(error)),
         }
     }
 
@@ -97,11 +96,9 @@ impl Tree {
 
     /// The metadata of a file or folder in the list. If `path` is a link, the metadata of the link's target.
     fn stat(&self, path: &Path) -> Result<Metadata, String> {
-        let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
-        let full = self.root.join(path);
-        let mut metadata = fs::symlink_metadata(&full).map_err(failed)?;
+        let mut metadata = fs::symlink_metadata(self.root.join(path)).map_err(unreadable(path))?;
         if metadata.is_symlink() {
-            metadata = fs::metadata(self.root.join(self.resolve_links(path)?)).map_err(failed)?;
+            metadata = fs::metadata(self.root.join(self.resolve_links(path)?)).map_err(unreadable(path))?;
         }
         if metadata.is_dir() || metadata.is_file() {
             return Ok(metadata);
@@ -111,8 +108,7 @@ impl Tree {
 
     /// The path with its links resolved, relative to the root.
     fn resolve_links(&self, path: &Path) -> Result<PathBuf, String> {
-        let real = self.root.join(path).canonicalize();
-        let real = real.map_err(|e| format!("{} cannot be read: {e}", path.display()))?;
+        let real = self.root.join(path).canonicalize().map_err(unreadable(path))?;
         real.strip_prefix(&self.root).map(Path::to_owned).map_err(|_| {
             let detail = format!("{} is a link that leads out of the dataset's folder", path.display());
             format!("{detail}; replace the link by its target")
@@ -153,7 +149,7 @@ impl Tree {
             return Err(format!("{} is not a file of the dataset", path.display()));
         }
         let real = self.resolve_links(path)?;
-        let failed = |e: rustix::io::Errno| format!("{} cannot be read: {e}", path.display());
+        let failed = |e: rustix::io::Errno| unreadable(path)(e.into());
         let Some(name) = real.file_name() else { return Err(format!("{} is a folder", path.display())) };
         // Opens every folder from `/` on, because a folder above the dataset's folder may be replaced by a link, too. `O_PATH` needs no
         // right to read.
@@ -169,9 +165,14 @@ impl Tree {
     }
 }
 
+/// The message for an error of reading `path`.
+fn unreadable(path: &Path) -> impl Fn(io::Error) -> String {
+    move |error| format!("{} cannot be read: {error}", path.display())
+}
+
 /// Checks that a registered path still has no links. A link that was made after the registration may lead to a folder that is not allowed.
 fn refuse_links(path: &Path) -> Result<(), String> {
-    let real = path.canonicalize().map_err(|e| format!("{} cannot be read: {e}", path.display()))?;
+    let real = path.canonicalize().map_err(unreadable(path))?;
     if real == path {
         return Ok(());
     }
@@ -266,7 +267,7 @@ impl FileList {
             let metadata = match self.tree.kind {
                 Kind::Folder => self.tree.stat(&path)?,
                 Kind::File | Kind::Pattern => self.tree.open_file(&shown).and_then(|file| {
-                    let metadata = file.metadata().map_err(|e| format!("{shown} cannot be read: {e}"))?;
+                    let metadata = file.metadata().map_err(unreadable(&path))?;
                     if metadata.is_file() { Ok(metadata) } else { Err(format!("{shown} is not a file")) }
                 })?,
             };
@@ -295,10 +296,9 @@ impl FileList {
             let detail = format!("{} is nested deeper than {MAX_DEPTH} folders", path.display());
             return Err(format!("{detail}; does a link lead back to a folder that contains it?"));
         }
-        let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
         let mut names = Vec::new();
-        for entry in fs::read_dir(self.tree.root.join(&path)).map_err(failed)? {
-            names.push(to_unicode(&entry.map_err(failed)?.file_name())?);
+        for entry in fs::read_dir(self.tree.root.join(&path)).map_err(unreadable(&path))? {
+            names.push(to_unicode(&entry.map_err(unreadable(&path))?.file_name())?);
             // All names of a folder are in memory at the same time, so they count before they are listed.
             self.check_count(names.len())?;
         }

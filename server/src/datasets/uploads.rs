@@ -243,12 +243,27 @@ impl ArchiveFile {
     }
 }
 
-/// The entries of an archive in order. `None` for folders and for files that operating systems add. Folders that contain all files are left
-/// out of the files' paths.
-fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<ArchiveFile>>> {
-    let mut entries = Vec::new();
-    let mut folders: Vec<Vec<String>> = Vec::new();
+/// The names in a path of an archive: its folders, and for a file its own name.
+type Names = Vec<String>;
+
+/// The entries of an archive.
+#[derive(Debug, Default)]
+struct Entries {
+    /// Names and size of each file, in the order of the archive. `None` for folders and for files that operating systems add.
+    files: Vec<Option<(Names, u64)>>,
+    /// The folders that have an entry of their own, without those that operating systems add.
+    folders: Vec<Names>,
+}
+
+/// Reads the names of an archive.
+///
+/// # Errors
+/// There are too many names, or an entry is not allowed.
+fn read_entries(zip: &mut ZipIterable<BoundedReader>) -> Result<Entries> {
+    let mut entries = Entries::default();
     let mut names_bytes = 0;
+    let is_too_long =
+        |parts: &Names| parts.len() > MAX_DEPTH || parts.iter().any(|part| part.len() > MAX_NAME_BYTES);
     for entry in zip.files().map_err(zip_error)? {
         let entry = entry.map_err(zip_error)?;
         // Some programs of Windows write `\` as the separator.
@@ -261,17 +276,16 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
                 MAX_NAMES_BYTES >> 20
             ));
         }
-        let mut parts: Vec<String> = name.split('/').filter(|part| *part != ".").map(str::to_owned).collect();
+        let mut parts: Names = name.split('/').filter(|part| *part != ".").map(str::to_owned).collect();
         let is_of_system =
             parts.iter().any(|part| part.starts_with('.') || part == "__MACOSX" || part == "Thumbs.db");
         if entry.is_dir() || name.ends_with('/') {
             parts.retain(|part| !part.is_empty());
-            let is_too_long = parts.len() > MAX_DEPTH || parts.iter().any(|part| part.len() > MAX_NAME_BYTES);
-            if !is_of_system && !parts.is_empty() && !is_too_long {
+            if !is_of_system && !parts.is_empty() && !is_too_long(&parts) {
                 parts.shrink_to_fit();
-                folders.push(parts);
+                entries.folders.push(parts);
             }
-            entries.push(None);
+            entries.files.push(None);
             continue;
         }
         if parts.is_empty() || parts.iter().any(|part| part.is_empty() || part == ".." || part.contains('\0'))
@@ -279,7 +293,7 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
             return refuse_entry("has an empty name or .. in its path; pack the folder of classes again");
         }
         if is_of_system {
-            entries.push(None);
+            entries.files.push(None);
             continue;
         }
         if entry.is_symlink() {
@@ -288,28 +302,20 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
         if entry.encrypted() {
             return refuse_entry("is encrypted; pack the folder without a password");
         }
-        if parts.len() > MAX_DEPTH || parts.iter().any(|part| part.len() > MAX_NAME_BYTES) {
+        if is_too_long(&parts) {
             return refuse_entry("is in too many folders or has too long a name; shorten its path");
         }
-        entries.push(Some((parts, entry.size())));
+        entries.files.push(Some((parts, entry.size())));
     }
+    Ok(entries)
+}
 
-    let mut files = entries.iter().flatten().map(|(parts, _)| parts);
-    let Some(first) = files.next() else {
-        return refuse("the zip file has no file; pack a folder of classes");
-    };
-    let depth = |parts: &Vec<String>| parts.len() - 1;
-    // The number of folders at the top that contain all files.
-    let common_depth = files.fold(depth(first), |common_depth, parts| {
-        let same = first.iter().zip(parts).take_while(|(a, b)| a == b).count();
-        common_depth.min(same).min(depth(parts))
-    });
-
+/// Returns the folder of a class without pictures.
+fn find_empty_class(entries: &Entries) -> Option<&Names> {
     // The folders with files, and the folders with files at any depth.
-    let file_folders: HashSet<&[String]> =
-        entries.iter().flatten().map(|(parts, _)| &parts[..parts.len() - 1]).collect();
-    let mut filled_folders: HashSet<&[String]> = HashSet::new();
-    for (parts, _) in entries.iter().flatten() {
+    let (mut file_folders, mut filled_folders) = (HashSet::new(), HashSet::new());
+    for (parts, _) in entries.files.iter().flatten() {
+        file_folders.insert(&parts[..parts.len() - 1]);
         // If a folder is in the set, the folders that contain it are in the set, too.
         for depth in (1..parts.len()).rev() {
             if !filled_folders.insert(&parts[..depth]) {
@@ -318,10 +324,25 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
         }
     }
     // A folder in a folder with pictures is not a class.
-    let is_empty_class = |folder: &&Vec<String>| {
+    entries.folders.iter().find(|folder| {
         !filled_folders.contains(folder.as_slice()) && !file_folders.contains(&folder[..folder.len() - 1])
+    })
+}
+
+/// The files of an archive, as in [`Entries::files`]. Folders that contain all files are left out of the files' paths.
+fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<ArchiveFile>>> {
+    let entries = read_entries(zip)?;
+    let mut files = entries.files.iter().flatten().map(|(parts, _)| parts);
+    let Some(first) = files.next() else {
+        return refuse("the zip file has no file; pack a folder of classes");
     };
-    if let Some(empty) = folders.iter().find(is_empty_class) {
+    let depth = |parts: &Names| parts.len() - 1;
+    // The number of folders at the top that contain all files.
+    let common_depth = files.fold(depth(first), |common_depth, parts| {
+        let same = first.iter().zip(parts).take_while(|(a, b)| a == b).count();
+        common_depth.min(same).min(depth(parts))
+    });
+    if let Some(empty) = find_empty_class(&entries) {
         return refuse(format!(
             "the folder {:?} in the zip file is empty; put the pictures of its class into it, or leave it out",
             shorten(&empty.join("/"))
@@ -329,11 +350,9 @@ fn list_files(zip: &mut ZipIterable<BoundedReader>) -> Result<Vec<Option<Archive
     }
 
     let common_folder = first[..common_depth].last().cloned();
-    let without_common = |(parts, bytes): (Vec<String>, u64)| ArchiveFile {
-        path: parts.iter().skip(common_depth).collect(),
-        bytes,
-    };
-    let listed: Vec<_> = entries.into_iter().map(|file| file.map(without_common)).collect();
+    let without_common =
+        |(parts, bytes): (Names, u64)| ArchiveFile { path: parts.iter().skip(common_depth).collect(), bytes };
+    let listed: Vec<_> = entries.files.into_iter().map(|file| file.map(without_common)).collect();
     let mut seen = HashSet::new();
     if let Some(duplicate) = listed.iter().flatten().find(|file| !seen.insert(&file.path)) {
         return refuse(format!("the zip file has {:?} twice; pack the folder again", duplicate.shown()));

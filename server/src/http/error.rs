@@ -251,7 +251,7 @@ impl From<StoreError> for Error {
             StoreError::NameTaken(name) => {
                 Error::WithCode(Code::NameTaken, format!("the name {name:?} is taken; choose another"))
             }
-            StoreError::NoDataset(_) => {
+            StoreError::DatasetRemoved(_) => {
                 Error::invalid("/data/dataset", format!("{error}; add it again under this name"))
             }
             StoreError::DatasetInUse(_) => Error::WithCode(Code::DatasetInUse, error.to_string()),

@@ -6,7 +6,7 @@ pub(crate) mod runs;
 
 use crate::{
     agents::inbox::{Queue, QueueItem},
-    checkpoints::artifact_sync,
+    checkpoints::object_store_sync,
     scheduler::{Scheduler, dispatch},
     store::{ChangedJob, EventRow, IngestResult, Report, Result},
     util::failure_log::FailureLog,
@@ -218,7 +218,7 @@ async fn catch_up(scheduler: &Scheduler, jobs: HashSet<&JobId>) {
             Ok(Some(row)) => {
                 events.hub.catch_up(&row.job);
                 events.publish(&ChangedJob { job: row.job, events: Vec::new() });
-                if let Err(error) = artifact_sync::catch_up(checkpoints, id).await {
+                if let Err(error) = object_store_sync::catch_up(checkpoints, id).await {
                     tracing::warn!(%error, job = %id, "the upload of a checkpoint may be delayed until the server's next start");
                 }
             }

@@ -2,7 +2,7 @@
 
 use crate::{
     agents::leases::{ExpiredPart, RanksEnd},
-    checkpoints::{Wait, artifact_fetches::CHECK_TIMEOUT},
+    checkpoints::{Wait, object_store_fetches::CHECK_TIMEOUT},
     config::FairShare,
     lifecycle::{self, EndOnAgent},
     scheduler::{AgentState, Plan, Scheduler, Snapshot, YieldingJob, plan},

@@ -34,7 +34,8 @@ impl FewerRanks {
         Some(Self { ranks, has_waited })
     }
 
-    /// Chooses agents and slots to start the job on fewer ranks now. Also returns the reason.
+    /// Chooses agents and slots to start the job on fewer ranks now. Also returns the reason that the job then shows. `None` before the end
+    /// of `recovery.wait_seconds`, or if the slots do not suffice for any of these numbers of ranks.
     pub(super) fn choose(
         &self,
         job: &Job,

@@ -4,7 +4,7 @@
 //! after the commit.
 
 use crate::{
-    store::{JobRow, QueuePlace, Result, Store, WaitingFingerprint},
+    store::{JobRow, Result, Store, WaitingFingerprint},
     util::lock,
 };
 use lockstep_protocol::job::{Job, JobId, JobState};
@@ -13,6 +13,9 @@ use std::{
     collections::{BTreeMap, HashMap, HashSet},
     sync::{Arc, Mutex},
 };
+
+/// Number of jobs that are read at a time.
+const READ_SIZE: usize = 1000;
 
 /// The sort key of the queue: highest priority first, then the oldest job.
 type SortKey = (Reverse<i32>, i64, JobId);
@@ -33,7 +36,7 @@ struct QueueState {
     changed: HashSet<JobId>,
     /// Whether a task is reading from the store.
     is_reading: bool,
-    /// Whether all jobs have been read once.
+    /// Whether all waiting jobs have been read once, or are in `changed`.
     is_loaded: bool,
 }
 
@@ -104,39 +107,29 @@ impl JobQueue {
     /// Errors of the store. The next call then reads the same jobs again.
     pub(crate) async fn read(&self, store: &dyn Store) -> Result<Vec<Arc<JobRow>>> {
         let _guard = self.read_lock.lock().await;
-        let (is_loaded, changed) = {
+        let is_loaded = lock(&self.queue).is_loaded;
+        if !is_loaded {
+            let waiting = store.waiting_fingerprints().await?;
+            let mut queue = lock(&self.queue);
+            queue.changed.extend(waiting.into_keys());
+            queue.is_loaded = true;
+        }
+        let changed = {
             let mut queue = lock(&self.queue);
             queue.is_reading = true;
-            (queue.is_loaded, queue.changed.drain().collect())
+            queue.changed.drain().collect()
         };
         let mut pending = PendingRead { jobs: self, changed };
-        if !is_loaded {
-            self.load(store).await?;
+        for changed in pending.changed.chunks(READ_SIZE) {
+            self.read_jobs(store, changed).await?;
         }
-        self.read_changed(store, &pending.changed).await?;
         pending.changed.clear();
         Ok(lock(&self.queue).rows.values().cloned().collect())
     }
 
-    async fn load(&self, store: &dyn Store) -> Result<()> {
-        let mut next_place = Some(QueuePlace::default());
-        while let Some(place) = next_place {
-            let page;
-            (page, next_place) = store.waiting_jobs(&place).await?;
-            let mut queue = lock(&self.queue);
-            page.into_iter().for_each(|row| queue.put(row));
-        }
-        lock(&self.queue).is_loaded = true;
-        Ok(())
-    }
-
-    async fn read_changed(&self, store: &dyn Store, changed: &[JobId]) -> Result<()> {
-        if changed.is_empty() {
-            return Ok(());
-        }
+    async fn read_jobs(&self, store: &dyn Store, changed: &[JobId]) -> Result<()> {
         // `jobs_by_id` leaves out jobs that were deleted or that this version of the program cannot read, so they leave the queue.
-        let mut rows: HashMap<_, _> =
-            store.jobs_by_id(changed).await?.into_iter().map(|row| (row.job.id.clone(), row)).collect();
+        let mut rows = store.jobs_by_id(changed).await?;
         let mut queue = lock(&self.queue);
         for id in changed {
             match rows.remove(id) {

@@ -171,10 +171,9 @@ impl Rows {
     /// The next row and its table; `None` at the end of the file.
     pub(super) fn next_row(&mut self) -> Result<Option<(Table, Vec<Cell>)>, BackupError> {
         let mut line = Vec::new();
-        let damaged = |path: &Path| BackupError::Incomplete {
-            path: path.to_owned(),
-            detail: "a row does not fit its table".into(),
-        };
+        let path = &self.path;
+        let damaged =
+            || BackupError::Incomplete { path: path.clone(), detail: "a row does not fit its table".into() };
         while self.file.read_until(b'\n', &mut line)? > 0 {
             if line.first() != Some(&b'[') {
                 if let Ok(table) = serde_json::from_slice::<Table>(&line) {
@@ -183,20 +182,20 @@ impl Rows {
                     };
                     // The names become part of an SQL statement.
                     if !is_plain(&table.name) || !table.columns.iter().all(|c| is_plain(&c.name)) {
-                        return Err(damaged(&self.path));
+                        return Err(damaged());
                     }
                     self.table = Some(table);
                 }
                 line.clear();
                 continue;
             }
-            let table = self.table.clone().ok_or_else(|| damaged(&self.path))?;
-            let values: Vec<Value> = serde_json::from_slice(&line).map_err(|_| damaged(&self.path))?;
+            let table = self.table.clone().ok_or_else(damaged)?;
+            let values: Vec<Value> = serde_json::from_slice(&line).map_err(|_| damaged())?;
             if values.len() != table.columns.len() {
-                return Err(damaged(&self.path));
+                return Err(damaged());
             }
             let cells = table.columns.iter().zip(values).map(|(c, v)| Cell::read(c.kind, v));
-            let cells = cells.collect::<Option<Vec<_>>>().ok_or_else(|| damaged(&self.path))?;
+            let cells = cells.collect::<Option<Vec<_>>>().ok_or_else(damaged)?;
             return Ok(Some((table, cells)));
         }
         Ok(None)

@@ -12,8 +12,9 @@ pub enum StoreError {
     Refused(#[from] Refusal),
     #[error("the name {0:?} is taken")]
     NameTaken(String),
+    /// The job's dataset was removed.
     #[error("the dataset {0:?} is no longer registered")]
-    NoDataset(String),
+    DatasetRemoved(String),
     /// Unfinished jobs train on the dataset.
     #[error("jobs train on the dataset {0:?}")]
     DatasetInUse(String),
@@ -29,7 +30,7 @@ pub enum StoreError {
     /// The database never accepts this value.
     #[error("the database refuses a value: {0}")]
     Rejected(String),
-    /// This version cannot read a row.
+    /// This version of Lockstep cannot read a stored value.
     #[error("the database contains an unreadable value: {0}")]
     Corrupt(String),
 }

@@ -110,14 +110,14 @@ store! {
 ///
 /// # Errors
 /// Every method may fail with [`StoreError::Unavailable`] (the database is full, busy or unreachable; a later attempt may succeed),
-/// [`StoreError::Rejected`] (the database never accepts a value) and [`StoreError::Corrupt`] (this version cannot read a row). A method
+/// [`StoreError::Rejected`] (the database never accepts a value) and [`StoreError::Corrupt`] (this version of Lockstep cannot read a stored value). A method
 /// that fails has written nothing, unless the connection broke during the commit. Further errors are listed at each method.
 pub trait Store {
     /// Stores a new job as `queued` with its first event, if its dataset is registered. If the same request was made with the same
     /// idempotency key before, returns that request's job.
     ///
     /// # Errors
-    /// [`StoreError::NoDataset`]; [`StoreError::KeyReused`]: the idempotency key was used with another request before.
+    /// [`StoreError::DatasetRemoved`]; [`StoreError::KeyReused`]: the idempotency key was used with another request before.
     async fn create_job(&self, new: NewJob) -> Result<CreateResult>;
     /// The job that a request with this idempotency key and hash has made.
     ///
@@ -126,8 +126,8 @@ pub trait Store {
     async fn job_by_idempotency_key(&self, key: &(String, String)) -> Result<Option<Job>>;
     /// A job, including the fields that only the server sees; `None` if it does not exist or was deleted.
     async fn job(&self, id: &JobId) -> Result<Option<JobRow>>;
-    /// The given jobs without their notes, in no order. Jobs that do not exist or cannot be read are left out.
-    async fn jobs_by_id(&self, ids: &[JobId]) -> Result<Vec<JobRow>>;
+    /// The given jobs without their notes. Jobs that do not exist or cannot be read are left out.
+    async fn jobs_by_id(&self, ids: &[JobId]) -> Result<HashMap<JobId, JobRow>>;
     /// Waits until the writer's connection responds. Earlier transactions whose connection broke during the commit have then been committed
     /// or rolled back, because their sessions have released the write lock.
     async fn wait_for_writer(&self) -> Result<()>;
@@ -151,11 +151,8 @@ pub trait Store {
     async fn attempts(&self, job: &JobId) -> Result<Vec<Attempt>>;
     /// The places of an attempt's ranks; empty if there is no such attempt.
     async fn places(&self, job: &JobId, attempt: u32) -> Result<Vec<Place>>;
-    /// The parts of a job's history except its attempts. `with_requests`: including requests about the job from the audit log.
+    /// A job's changes of state, alerts and forks. `with_requests`: including requests about the job from the audit log.
     async fn history(&self, job: &Job, with_requests: bool) -> Result<HistoryRows>;
-    /// A page of the jobs that wait for slots, by descending priority, then the oldest first. Also returns the beginning of the next page;
-    /// `None` on the last page.
-    async fn waiting_jobs(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)>;
     /// The fingerprint of every job that waits for slots, by job.
     async fn waiting_fingerprints(&self) -> Result<HashMap<JobId, WaitingFingerprint>>;
     /// The use of slots by each owner or project: the slots of jobs with an attempt that may write, and the newest of the last 100 attempts.
@@ -165,10 +162,10 @@ pub trait Store {
     /// Applies changes to jobs in order, all or none. Several changes may be for one job. Returns `None` for a job that does not exist.
     ///
     /// # Errors
-    /// [`StoreError::Refused`]: a change refuses. If a change resumes a job that had ended: [`StoreError::NoDataset`], and
+    /// [`StoreError::Refused`]: a change refuses. If a change resumes a job that had ended: [`StoreError::DatasetRemoved`], and
     /// [`StoreError::Refused`] if the job has registered versions.
     async fn change_jobs(&self, changes: &[(JobId, Change)]) -> Result<Vec<Option<ChangedJob>>>;
-    /// Deletes a job that has ended. The job is no longer found; [`Store::purge_deleted`] removes its rows in small steps.
+    /// Deletes a job that has ended. The job is no longer found; [`Store::purge_some_rows`] removes its rows in small steps.
     ///
     /// # Errors
     /// [`StoreError::NotFound`]; [`StoreError::Refused`]: the job has not ended, has registered versions, or is a trial of an unfinished
@@ -176,8 +173,9 @@ pub trait Store {
     async fn delete_job(&self, id: &JobId) -> Result<()>;
     /// The job that was deleted first among the deleted jobs that still have rows.
     async fn oldest_deleted_job(&self) -> Result<Option<JobId>>;
-    /// Removes some rows of a deleted job in a short transaction, so that other writers hardly wait.
-    async fn purge_deleted(&self, id: &JobId) -> Result<()>;
+    /// Removes some rows of a deleted job in a short transaction, so that other writers hardly wait. The last call removes the job's row,
+    /// and [`Store::oldest_deleted_job`] then returns another job.
+    async fn purge_some_rows(&self, id: &JobId) -> Result<()>;
 
     /// Claims jobs in one transaction: creates each job's next attempt, with a new fencing token. Returns `None` for a job that no longer
     /// waits, or that an earlier claim has taken.
@@ -211,8 +209,12 @@ pub trait Store {
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>>;
     /// The sequence number at which a job's stream begins. Points of earlier events are only in chunks.
     async fn first_seq(&self, job: &JobId) -> Result<u64>;
-    /// The oldest job that had ended by the time `before`, has points among its events, and was submitted after the job `after`.
-    async fn oldest_job_with_points(&self, before: Timestamp, after: Option<&JobId>) -> Result<Option<JobId>>;
+    /// The oldest job that had ended by the time `ended_before`, has points among its events, and was submitted after the job `after_job`.
+    async fn oldest_job_with_points(
+        &self,
+        ended_before: Timestamp,
+        after_job: Option<&JobId>,
+    ) -> Result<Option<JobId>>;
     /// Removes some points that are in chunks from a job's events, in a short transaction, so that other writers hardly wait. Returns
     /// false if none were left.
     async fn remove_points(&self, job: &JobId) -> Result<bool>;
@@ -280,14 +282,14 @@ pub trait Store {
     /// exist.
     async fn put_stored_checkpoint(&self, object_store: &str, stored: &StoredCheckpoint) -> Result<bool>;
     /// The marker of the object store at this address; `None` if the store is unknown.
-    async fn artifact_marker(&self, object_store: &str) -> Result<Option<ArtifactMarker>>;
+    async fn object_store_marker(&self, object_store: &str) -> Result<Option<ObjectStoreMarker>>;
     /// Whether this marker, at any address, was restored from a backup. `None`: the marker is unknown.
     async fn is_marker_restored(&self, marker: &str) -> Result<Option<bool>>;
     /// Replaces the marker `restored`, which was restored from a backup, with the new marker `own` of this database.
     async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()>;
     /// Stores the marker of an object store. If another address has the same marker, the store has moved, and its copies are assigned to
     /// the new address.
-    async fn put_artifact_marker(&self, object_store: &str, marker: &str) -> Result<()>;
+    async fn put_object_store_marker(&self, object_store: &str, marker: &str) -> Result<()>;
     async fn forget_stored_checkpoint(&self, object_store: &str, id: &str) -> Result<()>;
 
     /// All datasets, by name.

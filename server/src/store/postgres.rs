@@ -36,8 +36,8 @@ mod dialect {
     pub(super) const USE_METRICS_INDEX: &str = "";
     /// Case-insensitive `LIKE`.
     pub(super) const LIKE: &str = "ILIKE";
-    /// Condition for up to `$2` chunks of the job `$1`, by their position in the table. The array makes Postgres read only these rows.
-    pub(super) const SOME_METRIC_CHUNKS: &str =
+    /// Condition that selects at most `$2` chunks of the job `$1`, by their position in the table. The array makes Postgres read only these rows.
+    pub(super) const FIRST_METRIC_CHUNKS: &str =
         "ctid = ANY (ARRAY (SELECT ctid FROM metric_chunks WHERE job_id = $1 LIMIT $2))";
     pub(super) const POSITION: &str = "strpos";
 

@@ -47,7 +47,7 @@ impl DeletedJobs {
                         job_without_files = Some(id.clone());
                     }
                     let began = Instant::now();
-                    match self.store.purge_deleted(&id).await {
+                    match self.store.purge_some_rows(&id).await {
                         // Takes at most half of the writer's time, because reports of running jobs come first.
                         Ok(()) => tokio::time::sleep(began.elapsed().min(MAX_PAUSE)).await,
                         Err(error) => pause_after(&error).await,

@@ -110,7 +110,7 @@ impl StoredCheckpoint {
 
 /// The marker that identifies an object store, regardless of its URL.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ArtifactMarker {
+pub struct ObjectStoreMarker {
     /// The text in the store's `LOCKSTEP.json`.
     pub marker: String,
     /// Whether the marker was restored from a backup. The server that was backed up may still use the store.

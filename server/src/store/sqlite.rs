@@ -48,8 +48,8 @@ mod dialect {
     pub(super) const USE_METRICS_INDEX: &str = "INDEXED BY events_metrics";
     /// Case-insensitive for ASCII letters.
     pub(super) const LIKE: &str = "LIKE";
-    /// Condition for up to `$2` chunks of the job `$1`, by their position in the table.
-    pub(super) const SOME_METRIC_CHUNKS: &str =
+    /// Condition that selects at most `$2` chunks of the job `$1`, by their position in the table.
+    pub(super) const FIRST_METRIC_CHUNKS: &str =
         "rowid IN (SELECT rowid FROM metric_chunks WHERE job_id = $1 LIMIT $2)";
     /// Function that returns the position of the second text in the first, from 1; 0 if it is not contained.
     pub(super) const POSITION: &str = "instr";

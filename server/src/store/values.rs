@@ -65,12 +65,6 @@ pub(super) fn uint(value: i64) -> u64 {
     u64::try_from(value).unwrap_or(0)
 }
 
-/// A fencing token from its columns. A damaged secret is replaced by a random secret, so that no agent knows the token.
-pub(super) fn read_fencing_token(number: i64, secret: &str) -> FencingToken {
-    let number = uint(number);
-    FencingToken::of(number, secret).unwrap_or_else(|| new_fencing_token(number))
-}
-
 /// A fencing token with a new secret: the 2 x 122 random bits of two UUIDs, folded into 128.
 pub(super) fn new_fencing_token(number: u64) -> FencingToken {
     let random = || uuid::Uuid::new_v4().as_u128();

@@ -11,11 +11,16 @@ use lockstep_protocol::{
     inspect::FitWeights,
     job::JobId,
     metric::MetricColumn,
+    reason::Reason,
 };
 use serde_json::{Value, json};
 use std::time::Duration;
 use tokio::time::timeout;
 use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, connect_async, tungstenite::Message};
+
+pub(crate) fn failed(reason: impl Into<Reason>, retriable: bool) -> Ending {
+    Ending::Failed { reason: reason.into(), retriable }
+}
 
 pub struct Agent {
     socket: WebSocketStream<MaybeTlsStream<tokio::net::TcpStream>>,

@@ -3,11 +3,12 @@
 use crate::{
     agent::{Agent, checkpoint, running},
     gangs::rank_killed,
+    starting::start_error,
     test_server::{TestServer, config, database_of, wait_until},
     uploads::{AttemptApi, FILES, manifest, sha256_hex},
 };
 use lockstep_protocol::agent::{AttemptEvent, AttemptRef, Ending, Source};
-use lockstep_server::{ServeConfig, serve};
+use lockstep_server::ServeConfig;
 use serde_json::{Value, json};
 use std::{
     fs,
@@ -24,6 +25,15 @@ pub(crate) fn files_below(directory: &Path) -> Vec<PathBuf> {
     }
     files.sort();
     files
+}
+
+/// Waits until the object store has all of a job's listed checkpoints.
+pub(crate) async fn wait_until_stored(server: &TestServer, job: &str) {
+    wait_until("the checkpoints are stored", async || {
+        let states = stored_states(server, job).await;
+        !states.is_empty() && states.iter().all(|state| state == "stored")
+    })
+    .await;
 }
 
 pub(crate) async fn stored_states(server: &TestServer, job: &str) -> Vec<Value> {
@@ -63,11 +73,23 @@ async fn start_uploaded_job(server: &TestServer) -> (Agent, String, AttemptApi<'
     (agent, id, api)
 }
 
+/// Uploads the checkpoints of steps 20, 30 and 40, and waits until the job has only the two newest, both in the object store.
+async fn upload_three_more(server: &TestServer, agent: &mut Agent, id: &str, api: &AttemptApi<'_>) {
+    for (first, step) in (2..).zip([20, 30, 40]) {
+        agent.report(&api.attempt, Source::Rank(0), first, vec![checkpoint(step)]).await;
+        assert_eq!(api.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
+    }
+    wait_until("the two newest checkpoints are stored", async || {
+        stored_states(server, id).await == ["stored", "stored"]
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
     let (server, store) = TestServer::with_object_store().await;
     let (mut agent, id, api) = start_uploaded_job(&server).await;
-    wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
+    wait_until_stored(&server, &id).await;
     let folder = store.path().join("jobs").join(&id).join("1-10");
     let mut expected: Vec<_> =
         FILES.iter().map(|(name, bytes)| folder.join(sha256_hex(bytes)).join(name)).collect();
@@ -110,14 +132,7 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
     assert_eq!(server.get(&file).await, (200, json!({"evaluated": true})));
 
     // Checkpoints that the job does not keep are also deleted in the store.
-    for (n, step) in [20, 30, 40].into_iter().enumerate() {
-        agent.report(&api.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
-        assert_eq!(api.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
-    }
-    wait_until("the two newest checkpoints are stored", async || {
-        stored_states(&server, &id).await == ["stored", "stored"]
-    })
-    .await;
+    upload_three_more(&server, &mut agent, &id, &api).await;
     wait_until("the objects of older checkpoints are deleted", async || {
         let folders = fs::read_dir(store.path().join("jobs").join(&id)).unwrap();
         let mut names: Vec<_> =
@@ -145,7 +160,7 @@ async fn the_next_server_completes_the_object_store() {
     let dir = server.stop().await;
     let url = store.path().to_str().unwrap().to_owned();
     let server = TestServer::open(dir, |config| config.artifacts = Some(url)).await;
-    wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
+    wait_until_stored(&server, &id).await;
     assert!(store.path().join("jobs").join(&id).join("1-10/MANIFEST.json").exists());
     server.stop().await;
 }
@@ -197,7 +212,7 @@ async fn a_checkpoint_damaged_on_disk_is_not_pending_and_is_logged() {
 async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
     let (server, store) = TestServer::with_object_store().await;
     let (mut agent, id, attempt, folder) = start_job_with_checkpoint(&server).await;
-    wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
+    wait_until_stored(&server, &id).await;
     let file = |name: &str| fs::read(folder.join(name)).unwrap_or_default();
 
     // A download restores a missing file.
@@ -210,7 +225,7 @@ async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
     assert_eq!(status, 201, "{fork}");
     let fork_folder = server.job_dir(fork["id"].as_str().unwrap()).join("checkpoints/1-10");
     assert_eq!(fs::read(fork_folder.join("model.safetensors")).unwrap(), b"weights");
-    server.post(&format!("/jobs/{}/cancel", fork["id"].as_str().unwrap()), &json!({})).await;
+    server.order(fork["id"].as_str().unwrap(), "cancel").await;
 
     // A rank sets a damaged checkpoint aside. The copy in the store stays.
     fs::rename(&folder, folder.with_file_name("aside")).unwrap();
@@ -242,10 +257,7 @@ async fn a_job_without_any_of_its_checkpoints_fails_instead_of_restarting() {
     let folders = [write_checkpoint(&job_dir, 10), write_checkpoint(&job_dir, 20)];
     let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
-    wait_until("both checkpoints are stored", async || {
-        stored_states(&server, &id).await == ["stored", "stored"]
-    })
-    .await;
+    wait_until_stored(&server, &id).await;
     // Deletes both copies: on the disk and in the store.
     for folder in folders {
         fs::remove_dir_all(folder).unwrap();
@@ -263,19 +275,12 @@ async fn a_job_without_any_of_its_checkpoints_fails_instead_of_restarting() {
 async fn an_undeletable_object_does_not_delay_others() {
     let (server, store) = TestServer::with_object_store().await;
     let (mut agent, id, api) = start_uploaded_job(&server).await;
-    wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
+    wait_until_stored(&server, &id).await;
     // A file replaces the folder of checkpoint 1-10, so that its objects cannot be deleted.
     let folder = store.path().join("jobs").join(&id);
     fs::remove_dir_all(folder.join("1-10")).unwrap();
     fs::write(folder.join("1-10"), "in the way").unwrap();
-    for (n, step) in [20, 30, 40].into_iter().enumerate() {
-        agent.report(&api.attempt, Source::Rank(0), 2 + n as u64, vec![checkpoint(step)]).await;
-        assert_eq!(api.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
-    }
-    wait_until("the two newest checkpoints are stored", async || {
-        stored_states(&server, &id).await == ["stored", "stored"]
-    })
-    .await;
+    upload_three_more(&server, &mut agent, &id, &api).await;
     wait_until("checkpoint 1-20 is deleted", async || !folder.join("1-20").exists()).await;
     assert!(folder.join("1-10").exists());
     // The deletion succeeds once the file is removed.
@@ -296,7 +301,7 @@ async fn an_empty_folder_is_not_mistaken_for_the_store() {
         |config: &mut ServeConfig| config.artifacts = Some(directory.to_str().unwrap().to_owned());
     let server = TestServer::with(set_store).await;
     let (mut agent, id, api) = start_uploaded_job(&server).await;
-    wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
+    wait_until_stored(&server, &id).await;
     agent.end(&api.attempt, Ending::Succeeded { step: 100 }).await;
 
     // The store's disk is unmounted while the server runs. The checkpoints are not lost.
@@ -314,9 +319,7 @@ async fn an_empty_folder_is_not_mistaken_for_the_store() {
     let mut config = config(&dir);
     config.database = Some(database);
     set_store(&mut config);
-    let error =
-        serve(config, |_| panic!("the server must not start"), std::future::pending()).await.unwrap_err();
-    let message = error.to_string();
+    let message = start_error(config).await.to_string();
     assert!(
         message.contains("LOCKSTEP.json is missing") && message.contains("is the disk mounted?"),
         "{message}"
@@ -340,10 +343,10 @@ async fn a_store_of_another_server_is_adopted_only_on_request() {
         let mut config = config(dir);
         config.database = database_of(dir);
         config.artifacts = Some(url.clone());
-        serve(config, |_| panic!("the server must not start"), std::future::pending())
+        start_error(config)
     };
     let other_dir = tempfile::tempdir().unwrap();
-    let error = start(&other_dir).await.unwrap_err().to_string();
+    let error = start(&other_dir).await.to_string();
     assert!(error.contains("belongs to another server") && error.contains("--artifacts-adopt"), "{error}");
     assert_eq!(marker(), before, "a refused start changes nothing");
     let adopt = |config: &mut ServeConfig| {
@@ -352,6 +355,6 @@ async fn a_store_of_another_server_is_adopted_only_on_request() {
     };
     let other_dir = TestServer::open(other_dir, adopt).await.stop().await;
     TestServer::open(other_dir, |config| config.artifacts = Some(url.clone())).await.stop().await;
-    let error = start(&dir).await.unwrap_err().to_string();
+    let error = start(&dir).await.to_string();
     assert!(error.contains("is not the store that has this database's checkpoints"), "{error}");
 }

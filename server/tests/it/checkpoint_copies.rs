@@ -1,12 +1,11 @@
 //! Records of checkpoint copies in both databases.
 
 use crate::{
-    agent::{checkpoint, running},
-    store::{dataset, on_both_databases},
+    agent::{checkpoint, failed, running},
+    store::{at, dataset, on_both_databases},
 };
-use jiff::Timestamp;
 use lockstep_protocol::{
-    agent::{AttemptEvent, AttemptRef, Ending, Source},
+    agent::{AttemptEvent, AttemptRef, Source},
     job::JobId,
     spec::JobSpec,
 };
@@ -20,12 +19,8 @@ use lockstep_server::{
 use sqlx::Connection as _;
 use std::time::{Duration, Instant};
 
-fn at() -> Timestamp {
-    "2026-01-02T03:04:05.678Z".parse().unwrap()
-}
-
 async fn submit_job(store: &dyn Store) -> JobId {
-    store.add_dataset(&dataset(at())).await.unwrap();
+    store.add_dataset(&dataset()).await.unwrap();
     let mut spec = JobSpec { name: "copied".into(), ..JobSpec::default() };
     spec.data.dataset = "p".into();
     let id = JobId::generate();
@@ -114,8 +109,8 @@ async fn test_holders(store: &dyn Store) {
 
     // If another attempt writes a checkpoint again, only agents of this attempt hold it. Other checkpoints keep their holders.
     for agent in [a, b, c] {
-        let ending = AttemptEvent::Ended(Ending::Failed { reason: "by the test".into(), retriable: false });
-        ingest(&attempt, (agent.0, Source::Agent), 0, ending).await;
+        let ended = AttemptEvent::Ended(failed("by the test", false));
+        ingest(&attempt, (agent.0, Source::Agent), 0, ended).await;
     }
     store.change_job(&id, Box::new(|row| lifecycle::retry(row, at()))).await.unwrap();
     let attempt = start_attempt(store, &id, 1, &["b", "c"]).await;

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, checkpoint, running},
-    artifacts::{stored_states, write_checkpoint},
+    artifacts::{wait_until_stored, write_checkpoint},
     gangs::rank_killed,
     test_server::{TestServer, wait_until},
 };
@@ -74,10 +74,7 @@ async fn two_checkpoints_are_checked_at_a_time_and_the_jobs_keep_their_slots() {
         let start = agent.expect_start().await;
         let folder = write_checkpoint(Path::new(start.job_dir.as_deref().unwrap()), 10);
         agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
-        wait_until("the checkpoint is stored", async || {
-            stored_states(&server, id.as_str()).await == ["stored"]
-        })
-        .await;
+        wait_until_stored(&server, id.as_str()).await;
         files.push(folder.join("model.safetensors").canonicalize().unwrap());
         attempts.push(start.attempt);
     }

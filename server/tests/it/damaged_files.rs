@@ -2,9 +2,9 @@
 
 use crate::{
     agent::{checkpoint, running, start_job},
-    artifacts::{start_job_with_checkpoint, stored_states},
+    artifacts::{start_job_with_checkpoint, wait_until_stored},
     gangs::rank_killed,
-    test_server::{TestServer, wait_until},
+    test_server::TestServer,
     uploads::{AttemptApi, manifest},
 };
 use lockstep_protocol::agent::{AttemptRef, Ending, Source};
@@ -43,7 +43,7 @@ async fn damaged_and_unreadable_files_are_not_sent() {
 async fn bytes_lost_on_disk_are_read_from_the_object_store_if_intact() {
     let (server, store) = TestServer::with_object_store().await;
     let (_agent, id, _, folder) = start_job_with_checkpoint(&server).await;
-    wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
+    wait_until_stored(&server, &id).await;
 
     let weights = format!("/api/v1/checkpoints/{id}-1-10/model.safetensors");
     fs::write(folder.join("model.safetensors"), b"wEights").unwrap();
@@ -76,7 +76,7 @@ async fn unreadable_files_are_read_from_the_object_store() {
     let (server, _store) = TestServer::with_object_store().await;
     let (mut agent, id, attempt, folder) = start_job_with_checkpoint(&server).await;
     let weights = folder.join("model.safetensors");
-    wait_until("the checkpoint is stored", async || stored_states(&server, &id).await == ["stored"]).await;
+    wait_until_stored(&server, &id).await;
 
     // A download gets the file of the store.
     make_unreadable(&weights);

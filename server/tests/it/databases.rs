@@ -3,8 +3,8 @@
 use crate::{
     agent::{Agent, hello, losses, running},
     postgres::{self, Cluster},
-    starting::start_error,
-    test_server::{Stream, TestServer, assert_refused, config},
+    starting::start_error_with_database,
+    test_server::{Stream, TestServer, assert_refused},
 };
 use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent};
 use lockstep_server::{
@@ -23,10 +23,7 @@ async fn a_second_server_on_the_same_database_is_refused() {
     let file = format!("sqlite://{}", folder.path().join("shared.db").display());
     for url in [file, postgres::database()] {
         let server = TestServer::with(|c| c.database = Some(url.clone())).await;
-        let dir = tempfile::tempdir().unwrap();
-        let mut second = config(&dir);
-        second.database = Some(url.clone());
-        let error = start_error(second).await;
+        let error = start_error_with_database(&url).await;
         assert!(matches!(error, ServeError::DatabaseInUse { .. }), "{error}");
         let message = error.to_string();
         assert!(
@@ -43,21 +40,17 @@ async fn a_second_server_on_the_same_database_is_refused() {
 #[tokio::test]
 async fn postgres_start_errors_name_the_cause_but_no_password() {
     let url = postgres::database();
-    let dir = tempfile::tempdir().unwrap();
-    let mut nowhere = config(&dir);
-    nowhere.database = Some(url.replace("lockstep@", "lockstep:secret@").replace("/test", "/missing"));
-    let message = start_error(nowhere).await.to_string();
+    let nowhere = url.replace("lockstep@", "lockstep:secret@").replace("/test", "/missing");
+    let message = start_error_with_database(&nowhere).await.to_string();
     assert!(message.contains("does not exist; create it first") && !message.contains("secret"), "{message}");
 
-    let dir = TestServer::with(|c| c.database = Some(url.clone())).await.stop().await;
+    TestServer::with(|c| c.database = Some(url.clone())).await.stop().await;
     let mut db = PgConnection::connect(&url).await.unwrap();
     sqlx::query("INSERT INTO _sqlx_migrations SELECT 99999, description, installed_on, success, checksum, execution_time FROM _sqlx_migrations LIMIT 1")
         .execute(&mut db)
         .await
         .unwrap();
-    let mut newer = config(&dir);
-    newer.database = Some(url);
-    let error = start_error(newer).await;
+    let error = start_error_with_database(&url).await;
     assert!(matches!(error, ServeError::DatabaseTooNew { found: 99999, .. }), "{error}");
 }
 

@@ -1,35 +1,31 @@
 //! The routes by which an agent copies the dataset of its attempt: content, rights and limits.
 
 use crate::{
-    agent::{Agent, dataset_info, hello, running, server_with_agent},
-    test_server::{TestServer, client},
+    agent::{Agent, dataset_info, failed, hello, running, server_with_agent},
+    test_server::TestServer,
+    uploads::AttemptApi,
 };
 use lockstep_protocol::{
     agent::{
         ANEW_BYTES, AttemptRef, DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry,
         DatasetPart, Ending, PART_REFUSED, Source,
     },
-    reason::{Reason, ReasonKind},
+    reason::ReasonKind,
 };
 use serde_json::{Value, json};
 use std::{fs, os::unix::fs::symlink, path::Path};
 
 /// Client of the routes for the dataset of an attempt.
-struct AttemptApi<'a> {
-    server: &'a TestServer,
-    http: reqwest::Client,
-    agent_id: &'a str,
-    attempt: AttemptRef,
-}
+struct DatasetApi<'a>(AttemptApi<'a>);
 
-impl AttemptApi<'_> {
+impl<'a> DatasetApi<'a> {
+    fn new(server: &'a TestServer, token: &str, agent_id: &str, attempt: &AttemptRef) -> Self {
+        Self(AttemptApi::new(server, token, agent_id, attempt))
+    }
+
     async fn request(&self, method: &str, body: &Value) -> (u16, Vec<u8>) {
-        let AttemptRef { job, attempt, fencing_token } = &self.attempt;
-        let url = self.server.url(&format!("/api/v1/agent/attempts/{job}/{attempt}/dataset/files"));
-        let request = self.http.request(method.parse().unwrap(), url).body(body.to_string());
-        let request = request.header("x-lockstep-agent", self.agent_id);
-        let response =
-            request.header("x-lockstep-fencing-token", String::from(*fencing_token)).send().await.unwrap();
+        let request = self.0.build_request(method, "/dataset/files", body.to_string().into());
+        let response = request.send().await.unwrap();
         (response.status().as_u16(), response.bytes().await.unwrap().to_vec())
     }
 
@@ -45,7 +41,7 @@ impl AttemptApi<'_> {
     }
 
     async fn logs(&self) -> String {
-        self.server.get(&format!("/jobs/{}/logs", self.attempt.job)).await.1.to_string()
+        self.0.server.get(&format!("/jobs/{}/logs", self.0.attempt.job)).await.1.to_string()
     }
 
     /// Returns status and detail of an error.
@@ -77,12 +73,7 @@ async fn an_attempt_s_agent_can_read_only_the_files_of_its_dataset() {
     let (mut agent, attempt) = start_attempt(&server, &token, &path).await;
     let token_of_b = server.agent_token("b").await;
     let _agent_b = Agent::connect_with_token(&server, &token_of_b, hello("b", 1, Vec::new())).await.unwrap();
-    let api = |token: &str, agent_id: &'static str| AttemptApi {
-        server: &server,
-        http: client(token),
-        agent_id,
-        attempt: attempt.clone(),
-    };
+    let api = |token: &str, agent_id: &str| DatasetApi::new(&server, token, agent_id, &attempt);
     let api_a = api(&token, "id-a");
     let list = api_a.list().await;
     let DatasetEntry::File(name, 10, changed_ns) = &list[2] else { panic!("{list:?}") };
@@ -122,7 +113,7 @@ async fn an_attempt_s_agent_can_read_only_the_files_of_its_dataset() {
                 wrong.request_error(method, &json!({"parts": []})).await.0,
                 403,
                 "{method} {}",
-                wrong.agent_id
+                wrong.0.agent_id
             );
         }
     }
@@ -141,8 +132,7 @@ async fn requests_for_parts_are_limited_and_progress_is_logged() {
     fs::write(data.path().join("x"), "0123456789").unwrap();
     let token = server.agent_token("a").await;
     let (_agent, attempt) = start_attempt(&server, &token, data.path()).await;
-    let api_a =
-        AttemptApi { server: &server, http: client(&token), agent_id: "id-a", attempt: attempt.clone() };
+    let api_a = DatasetApi::new(&server, &token, "id-a", &attempt);
     let part = |length| DatasetPart { path: "x".into(), size_bytes: 10, changed_ns: 1, offset: 0, length };
     let max_full_parts = usize::try_from(DATASET_PARTS_BYTES / DATASET_PART_BYTES).unwrap();
     for (parts, status) in [
@@ -160,8 +150,7 @@ async fn requests_for_parts_are_limited_and_progress_is_logged() {
     for copied_bytes in [0, 4, 5, 5, 9] {
         api_a.parts(&[part(1)], copied_bytes).await;
     }
-    let (_, logs) = server.get(&format!("/jobs/{}/logs", attempt.job)).await;
-    let logs = logs.to_string();
+    let logs = api_a.logs().await;
     for (line, times) in [
         ("a copies the dataset pictures (0.0 MB) from the server", 1),
         ("a has copied 40 % of the dataset pictures", 1),
@@ -185,7 +174,7 @@ async fn reported_progress_of_a_copy_is_bounded_and_monotonic() {
     fs::write(data.path().join("x"), "0123456789").unwrap();
     let token = server.agent_token("a").await;
     let (_agent, attempt) = start_attempt(&server, &token, data.path()).await;
-    let api_a = AttemptApi { server: &server, http: client(&token), agent_id: "id-a", attempt };
+    let api_a = DatasetApi::new(&server, &token, "id-a", &attempt);
     let part = json!({"path": "x", "size_bytes": 10, "changed_ns": 1, "offset": 0, "length": 1});
     let progress =
         |copied: u64, total: u64| json!({"parts": [part], "copied_bytes": copied, "total_bytes": total});
@@ -228,7 +217,7 @@ async fn the_log_names_a_copying_machine_after_a_restart_of_the_server() {
     agent.disconnect();
     let server = TestServer::open(server.stop().await, |_| {}).await;
     // The agent requests files before it connects to the new server.
-    let api_a = AttemptApi { server: &server, http: client(&token), agent_id: "id-a", attempt };
+    let api_a = DatasetApi::new(&server, &token, "id-a", &attempt);
     let part = DatasetPart { path: "x".into(), size_bytes: 10, changed_ns: 1, offset: 0, length: 1 };
     assert_eq!(api_a.parts(&[part], 9).await.0, 200);
     let logs = api_a.logs().await;
@@ -240,11 +229,11 @@ async fn the_log_names_a_copying_machine_after_a_restart_of_the_server() {
 async fn an_agent_that_ended_before_starting_ranks_costs_no_restart() {
     let (server, mut agent) = server_with_agent(2).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
-    let reason = Reason::from(ReasonKind::AgentRestarted { agent: "a".into() });
+    let restarted = || failed(ReasonKind::AgentRestarted { agent: "a".into() }, true);
     for number in 1..=5 {
         let attempt = agent.expect_start().await.attempt;
         assert_eq!(attempt.attempt, number);
-        agent.end(&attempt, Ending::Failed { reason: reason.clone(), retriable: true }).await;
+        agent.end(&attempt, restarted()).await;
     }
     let attempt = agent.expect_start().await.attempt;
     let (_, list) = server.get(&format!("/jobs/{id}/attempts")).await;
@@ -256,7 +245,7 @@ async fn an_agent_that_ended_before_starting_ranks_costs_no_restart() {
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
     for _ in 1..=6 {
         let attempt = agent.expect_start().await.attempt;
-        agent.end(&attempt, Ending::Failed { reason: reason.clone(), retriable: true }).await;
+        agent.end(&attempt, restarted()).await;
     }
     server.wait_for_state(&id, lockstep_protocol::JobState::Failed).await;
     server.stop().await;

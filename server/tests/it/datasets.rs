@@ -1,7 +1,7 @@
 //! Datasets: removal, repeated inspection, names.
 
 use crate::{
-    agent::{Agent, dataset_info, running, server_with_agent, start_job},
+    agent::{Agent, dataset_info, failed, running, server_with_agent, start_job},
     test_server::{TestServer, assert_mistake, assert_refused, spec},
 };
 use lockstep_protocol::{
@@ -40,7 +40,7 @@ async fn an_unused_dataset_is_removed_and_its_jobs_remain() {
     assert_eq!(server.get("/datasets/pictures").await.0, 200, "the dataset still exists");
     // `inspect` is a part of a URL (/datasets/inspect), so no dataset may have this name.
     assert_mistake(server.post("/datasets", &json!({ "name": "inspect", "path": "/" })).await, "/name", "");
-    agent.end(&second_attempt, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
+    agent.end(&second_attempt, failed("by the test", false)).await;
     server.wait_for_state(&second, JobState::Failed).await;
 
     assert_eq!(server.delete("/datasets/pictures").await.0, 204);
@@ -104,7 +104,7 @@ async fn of_a_concurrent_submission_and_removal_exactly_one_succeeds() {
                 let id = job["id"].as_str().unwrap();
                 assert!(response["detail"].as_str().unwrap().contains(id), "{response}");
                 let started = agent.expect_start().await.attempt;
-                agent.end(&started, Ending::Failed { reason: "by the test".into(), retriable: false }).await;
+                agent.end(&started, failed("by the test", false)).await;
             }
             (422, 204) => {
                 assert_eq!(job["errors"][0]["pointer"], "/data/dataset", "{job}");

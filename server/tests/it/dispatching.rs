@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{
-        Agent, checkpoint, hello, hello_gpus, line, losses, running, server_with_agent, start_job,
+        Agent, checkpoint, failed, hello, hello_gpus, line, losses, running, server_with_agent, start_job,
         wait_until_offline,
     },
     gangs::register_dataset,
@@ -14,10 +14,6 @@ use lockstep_protocol::{
 };
 use serde_json::{Value, json};
 use std::time::Duration;
-
-fn failed(reason: &str, retriable: bool) -> Ending {
-    Ending::Failed { reason: reason.into(), retriable }
-}
 
 #[tokio::test]
 async fn a_failed_job_restarts_from_its_newest_checkpoint_up_to_max_restarts() {

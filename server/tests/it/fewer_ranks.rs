@@ -51,13 +51,13 @@ async fn start_and_lose_machine(
     server: &TestServer,
     a: &mut Agent,
     mut b: Agent,
-    recovery: Value,
-) -> (String, AttemptRef) {
-    let (id, attempt) = start_gang(server, a, &mut b, |s| s["recovery"] = recovery).await;
+    change: impl FnOnce(&mut Value),
+) -> String {
+    let (id, attempt) = start_gang(server, a, &mut b, change).await;
     b.disconnect();
     report_lost_contact(a, &attempt, 1, vec![2]).await;
     server.wait_for_state(&id, JobState::Restarting).await;
-    (id, attempt)
+    id
 }
 
 #[tokio::test]
@@ -66,7 +66,7 @@ async fn a_job_that_lost_a_machine_runs_one_attempt_with_fewer_ranks() {
     let (mut a, b) = connect_machines(&server).await;
     let recovery = json!({"min_ranks": 1, "wait_seconds": 1});
     let start_time = tokio::time::Instant::now();
-    let (id, _) = start_and_lose_machine(&server, &mut a, b, recovery).await;
+    let id = start_and_lose_machine(&server, &mut a, b, |s| s["recovery"] = recovery).await;
     let start = a.expect_start().await;
     assert!(start_time.elapsed() >= Duration::from_secs(1), "the job waits for all ranks first");
     // The job uses all free slots, with the same global batch size.
@@ -116,14 +116,11 @@ async fn a_job_without_min_ranks_or_with_too_few_slots_for_it_waits() {
         (json!({"min_ranks": 3, "wait_seconds": 0}), "after 0 s it starts on fewer ranks, at least 3"),
     ] {
         let server = TestServer::with_lease(LONG_LEASE).await;
-        let (mut a, mut b) = connect_machines(&server).await;
-        let (id, attempt) = start_gang(&server, &mut a, &mut b, |s| {
+        let (mut a, b) = connect_machines(&server).await;
+        start_and_lose_machine(&server, &mut a, b, |s| {
             (s["recovery"], s["train"]["batch_size"]) = (recovery.clone(), json!(12));
         })
         .await;
-        b.disconnect();
-        report_lost_contact(&mut a, &attempt, 1, vec![2]).await;
-        server.wait_for_state(&id, JobState::Restarting).await;
         expect_no_message(&mut a, QUIET).await;
         let (_, queue) = server.get("/queue").await;
         let words = queue["jobs"][0]["reason"]["words"].as_str().unwrap_or_default();
@@ -148,11 +145,11 @@ async fn a_machine_that_shuts_down_counts_as_lost_and_a_pause_does_not() {
     a.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     assert!(server.job(&id).await.reason.unwrap().contains("agent \"b\" was shut down"));
 
-    server.post(&format!("/jobs/{id}/pause"), &json!({})).await;
+    server.order(&id, "pause").await;
     assert!(a.expect_stop().await);
     a.end(&start.attempt, Ending::Stopped).await;
     server.wait_for_state(&id, JobState::Paused).await;
-    server.post(&format!("/jobs/{id}/resume"), &json!({})).await;
+    server.order(&id, "resume").await;
     expect_no_message(&mut a, QUIET).await;
     assert_eq!(server.job(&id).await.state, JobState::Queued, "a resumed job waits for all ranks");
     server.stop().await;

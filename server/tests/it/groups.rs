@@ -3,7 +3,7 @@
 use crate::{
     agent::server_with_agent,
     lists::submit_jobs,
-    store::{dataset, on_both_databases},
+    store::{at, dataset, on_both_databases},
     test_server::{TestServer, assert_refused},
 };
 use lockstep_protocol::{job::JobId, spec::JobSpec};
@@ -31,13 +31,12 @@ const JOBS: [JobValues; 6] = [
 ];
 
 async fn fill(store: &dyn Store) {
-    let added_at = "2026-01-02T03:04:05Z".parse().unwrap();
-    store.add_dataset(&dataset(added_at)).await.unwrap();
+    store.add_dataset(&dataset()).await.unwrap();
     for (n, (name, tags, lr, priority, owner, private)) in JOBS.into_iter().enumerate() {
         let mut spec = JobSpec { name: name.into(), priority, private, ..JobSpec::default() };
         spec.data.dataset = "p".into();
         spec.train.lr = lr;
-        let at = added_at + jiff::SignedDuration::from_secs(n as i64);
+        let at = at() + jiff::SignedDuration::from_secs(n as i64);
         let new = NewJob {
             annotation: Annotation {
                 notes: String::new(),

@@ -1,9 +1,9 @@
 //! Many machines and a long queue: every job runs once and in order, also across a restart of the server.
 
 use crate::{
-    agent::{Agent, running, server_with_agent},
+    agent::{Agent, running, server_with_agent, wait_until_offline},
     gangs::hello_at,
-    test_server::{TIMEOUT, TestServer},
+    test_server::{TIMEOUT, TestServer, wait_until, wait_until_within},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, FromAgent, Source, StartAttempt, ToAgent},
@@ -23,7 +23,7 @@ use tokio::{
 
 const MACHINES: usize = 30;
 const SLOTS: u32 = 8;
-/// Time limit of each wait. The whole queue takes several times as long as a single step of other tests.
+/// Time limit of a wait for many jobs.
 const PATIENCE: Duration = TIMEOUT.saturating_mul(9);
 
 /// Attempts that machines were told to start, by fencing token: the attempt, its number of ranks, and the number of ranks started so far.
@@ -93,14 +93,6 @@ async fn simulate_agent(
     }
 }
 
-async fn wait_until(what: &str, condition: impl AsyncFn() -> bool) {
-    let start = Instant::now();
-    while !condition().await {
-        assert!(start.elapsed() < PATIENCE, "{what}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-}
-
 /// Numbers of ranks of the jobs. The first 30 jobs use all 240 slots, and the others wait.
 fn ranks() -> impl Iterator<Item = u32> {
     let filling = [(10, 16), (8, 8), (8, 1), (4, 2)];
@@ -112,10 +104,7 @@ fn ranks() -> impl Iterator<Item = u32> {
 async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
     let server = TestServer::new().await;
     Agent::join_with_dataset(&server, 1).await.disconnect();
-    wait_until("the agent of the dataset is offline", async || {
-        server.get("/agents").await.1["agents"][0]["online"] == false
-    })
-    .await;
+    wait_until_offline(&server).await;
     let (may_end, ending) = watch::channel(false);
     let starts = Starts::default();
     let (mut tokens, mut machines) = (Vec::new(), Vec::<JoinHandle<Vec<StartAttempt>>>::new());
@@ -135,7 +124,10 @@ async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
     let started_ranks = |starts: &Starts| {
         starts.lock().unwrap().values().map(|(_, _, started_ranks)| started_ranks).sum::<u32>()
     };
-    wait_until("all slots are in use", async || started_ranks(&starts) == MACHINES as u32 * SLOTS).await;
+    wait_until_within(PATIENCE, "all slots are in use", async || {
+        started_ranks(&starts) == MACHINES as u32 * SLOTS
+    })
+    .await;
     let started: HashSet<JobId> =
         starts.lock().unwrap().values().map(|(attempt, ..)| attempt.job.clone()).collect();
     assert_eq!(started, submitted[..30].iter().map(|(id, _)| id.clone()).collect());
@@ -163,7 +155,7 @@ async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
     assert_eq!(server.query_number(active_jobs).await, 30);
 
     may_end.send(true).unwrap();
-    wait_until("all jobs have succeeded", async || {
+    wait_until_within(PATIENCE, "all jobs have succeeded", async || {
         server.query_number("SELECT count(*) FROM jobs WHERE state = 'succeeded'").await == 200
     })
     .await;
@@ -186,10 +178,7 @@ async fn two_hundred_jobs_run_once_in_order_across_a_restart() {
 async fn dispatch_reads_waiting_jobs_from_the_database() {
     let (server, agent) = server_with_agent(2).await;
     agent.disconnect();
-    wait_until("the agent is offline", async || {
-        server.get("/agents").await.1["agents"][0]["online"] == false
-    })
-    .await;
+    wait_until_offline(&server).await;
     let (first, second) = (server.submit(|_| {}).await.id, server.submit(|_| {}).await.id);
     wait_until("dispatch knows both jobs", async || {
         server.get(&format!("/jobs/{second}")).await.1["queue"]["place"] == 2

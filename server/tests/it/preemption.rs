@@ -1,14 +1,14 @@
 //! Preemption: a job of higher priority gets the slots of running preemptible jobs, which write a checkpoint first.
 
 use crate::{
-    agent::{Agent, checkpoint, hello, losses, running, server_with_agent},
+    agent::{Agent, checkpoint, failed, hello, losses, running, server_with_agent},
     test_server::TestServer,
 };
 use lockstep_protocol::{
     agent::{AgentReply, AttemptRef, Ending, Source, ToAgent},
     job::{Job, JobState},
 };
-use serde_json::{Value, json};
+use serde_json::json;
 use std::time::Duration;
 
 async fn submit(server: &TestServer, ranks: u32, priority: i32, preemptible: bool) -> Job {
@@ -88,7 +88,7 @@ async fn only_preemptible_jobs_are_preempted_and_only_if_that_suffices() {
     }
     let too_large = submit(&server, 4, 9, false).await;
     server.wait_for_reason(too_large.id.as_str(), "waits for 4 slots: 0 of 4").await;
-    assert_eq!(server.post(&format!("/jobs/{}/cancel", too_large.id), &Value::Null).await.0, 202);
+    server.order(too_large.id.as_str(), "cancel").await;
     // The newest preemptible job of the lowest priority is preempted.
     submit(&server, 1, 3, false).await;
     assert_eq!(expect_preemption(&mut agent).await, attempts[3]);
@@ -107,19 +107,14 @@ async fn a_job_paused_or_cancelled_during_preemption_ends_as_requested() {
     for _ in 0..3 {
         expect_preemption(&mut agent).await;
     }
-    let request = async |job: &Job, action: &str| {
-        let (status, body) = server.post(&format!("/jobs/{}/{action}", job.id), &Value::Null).await;
-        assert_eq!(status, 202, "{body}");
-    };
-    request(&jobs[0].0, "pause").await;
-    request(&jobs[1].0, "cancel").await;
+    server.order(jobs[0].0.id.as_str(), "pause").await;
+    server.order(jobs[1].0.id.as_str(), "cancel").await;
     // The agent gets another order for both attempts, because of the pause and the cancellation.
     assert!(agent.expect_stop().await);
     assert!(!agent.expect_stop().await);
     agent.end(&jobs[0].1, Ending::Stopped).await;
     agent.end(&jobs[1].1, Ending::Stopped).await;
-    let reason = "rank 0 was killed by signal 9".into();
-    agent.end(&jobs[2].1, Ending::Failed { reason, retriable: true }).await;
+    agent.end(&jobs[2].1, failed("rank 0 was killed by signal 9", true)).await;
     assert_eq!(agent.expect_start().await.attempt.job, high.id);
     let states = [JobState::Paused, JobState::Cancelled, JobState::Queued];
     for ((job, _), state) in jobs.iter().zip(states) {
@@ -166,7 +161,7 @@ async fn no_job_is_preempted_if_slots_of_ending_jobs_suffice() {
     agent.expect_start().await;
     let equal = submit(&server, 1, 3, false).await;
     let attempt = agent.expect_start().await.attempt;
-    assert_eq!(server.post(&format!("/jobs/{}/pause", equal.id), &Value::Null).await.0, 202);
+    server.order(equal.id.as_str(), "pause").await;
     assert!(agent.expect_stop().await);
     let high = submit(&server, 1, 3, false).await;
     expect_wait_without_preemption(&server, &high).await;

@@ -20,6 +20,14 @@ pub(crate) async fn start_error(config: ServeConfig) -> ServeError {
     error
 }
 
+/// Returns the error of a server with a new data directory and this database, which must not start.
+pub(crate) async fn start_error_with_database(url: &str) -> ServeError {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(&dir);
+    config.database = Some(url.into());
+    start_error(config).await
+}
+
 #[tokio::test]
 async fn a_data_directory_has_one_server() {
     let server = TestServer::new().await;
@@ -42,15 +50,14 @@ async fn an_invalid_database_file_is_named() {
     let error = start_error(config(&dir)).await.to_string();
     assert!(error.contains("lockstep.db"), "{error}");
     for url in ["mysql://x", "sqlite://", "postgres://localhost:port/lockstep"] {
-        let mut config = config(&dir);
-        config.database = Some(url.into());
-        assert!(matches!(start_error(config).await, ServeError::DatabaseUrl(..)), "{url}");
+        assert!(matches!(start_error_with_database(url).await, ServeError::DatabaseUrl(..)), "{url}");
     }
 }
 
 #[tokio::test]
 async fn a_database_has_one_server_for_all_its_paths() {
     let server = TestServer::with(|c| c.database = None).await;
+    let url = |path: &Path| format!("sqlite://{}", path.display());
     let file = server.dir.path().join("lockstep.db");
     let other = tempfile::tempdir().unwrap();
     // A link to the file, a link to a link, a link to its folder, and a path with `..`.
@@ -58,31 +65,23 @@ async fn a_database_has_one_server_for_all_its_paths() {
     symlink("link.db", other.path().join("twice.db")).unwrap();
     symlink(server.dir.path(), other.path().join("folder")).unwrap();
     for name in ["link.db", "twice.db", "folder/lockstep.db", "folder/jobs/../lockstep.db"] {
-        let dir = tempfile::tempdir().unwrap();
-        let mut config = config(&dir);
-        config.database = Some(format!("sqlite://{}", other.path().join(name).display()));
-        let error = start_error(config).await;
+        let error = start_error_with_database(&url(&other.path().join(name))).await;
         assert!(matches!(error, ServeError::DatabaseInUse { .. }), "{name}: {error}");
     }
     // A hard link to the file has another lock file next to it.
     let hard = server.dir.path().join("hard.db");
     fs::hard_link(&file, &hard).unwrap();
-    let dir = tempfile::tempdir().unwrap();
-    let mut second = config(&dir);
-    second.database = Some(format!("sqlite://{}", hard.display()));
-    let error = start_error(second).await;
+    let error = start_error_with_database(&url(&hard)).await;
     assert!(matches!(error, ServeError::DatabaseInUse { .. }), "{error}");
     server.stop().await;
     // A dangling link: the server creates the database and its lock at the target.
     let target = other.path().join("real.db");
     symlink(&target, other.path().join("dangling.db")).unwrap();
-    let url = format!("sqlite://{}", other.path().join("dangling.db").display());
-    let server = TestServer::with(|c| c.database = Some(url)).await;
+    let dangling = url(&other.path().join("dangling.db"));
+    let server = TestServer::with(|c| c.database = Some(dangling)).await;
     assert!(other.path().join("real.db.lock").exists() && !other.path().join("dangling.db.lock").exists());
-    let dir = tempfile::tempdir().unwrap();
-    let mut second = config(&dir);
-    second.database = Some(format!("sqlite://{}", target.display()));
-    assert!(matches!(start_error(second).await, ServeError::DatabaseInUse { .. }));
+    let error = start_error_with_database(&url(&target)).await;
+    assert!(matches!(error, ServeError::DatabaseInUse { .. }), "{error}");
     server.stop().await;
 }
 

@@ -1,6 +1,7 @@
 //! The same tests of the store for SQLite and Postgres.
 
-use crate::agent::{dataset_info, hello, losses, running};
+use crate::agent::{dataset_info, failed, hello, losses, running};
+use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Machine, Source},
     dataset::Dataset,
@@ -41,20 +42,25 @@ fn spec(name: &str) -> JobSpec {
     spec
 }
 
+/// The time of all changes in tests of a store.
+pub(crate) fn at() -> Timestamp {
+    "2026-01-02T03:04:05.678Z".parse().unwrap()
+}
+
 /// The dataset of jobs in a store.
-pub(crate) fn dataset(added_at: jiff::Timestamp) -> Dataset {
+pub(crate) fn dataset() -> Dataset {
     Dataset {
         name: "p".into(),
         path: "/p".into(),
         info: dataset_info(),
-        added_at,
+        added_at: at(),
         owner: None,
         private: false,
     }
 }
 
 async fn test_records(store: &dyn Store) {
-    let at = "2026-01-02T03:04:05.678Z".parse().unwrap();
+    let at = at();
     let id = JobId::generate();
     let new = |key: &str, request: &str| NewJob {
         idempotency: Some((key.into(), request.into())),
@@ -62,9 +68,9 @@ async fn test_records(store: &dyn Store) {
     };
     // A job needs its dataset, and a dataset in use cannot be removed.
     assert!(
-        matches!(store.create_job(new("key", "one")).await, Err(StoreError::NoDataset(name)) if name == "p")
+        matches!(store.create_job(new("key", "one")).await, Err(StoreError::DatasetRemoved(name)) if name == "p")
     );
-    store.add_dataset(&dataset(at)).await.unwrap();
+    store.add_dataset(&dataset()).await.unwrap();
     let CreateResult::New(created) = store.create_job(new("key", "one")).await.unwrap() else {
         panic!("the job exists already")
     };
@@ -162,7 +168,7 @@ async fn test_records(store: &dyn Store) {
     assert!(matches!(store.delete_job(&id).await, Err(StoreError::Refused(_))));
     assert_eq!(store.job(&id).await.unwrap().unwrap().job.last_seq, 7);
 
-    let ended = vec![AttemptEvent::Ended(Ending::Failed { reason: "no".into(), retriable: false })];
+    let ended = vec![AttemptEvent::Ended(failed("no", false))];
     store.ingest(&[report(Source::Agent, 0, ended)]).await.unwrap();
     let row = store.job(&id).await.unwrap().unwrap();
     assert_eq!(
@@ -177,9 +183,9 @@ async fn test_records(store: &dyn Store) {
     store.remove_dataset("p").await.unwrap();
     assert!(matches!(store.remove_dataset("p").await, Err(StoreError::NotFound("dataset"))));
     let retried = store.change_job(&id, Box::new(move |row| lifecycle::retry(row, at))).await;
-    assert!(matches!(retried, Err(StoreError::NoDataset(_))));
+    assert!(matches!(retried, Err(StoreError::DatasetRemoved(_))));
     assert_eq!(store.job(&id).await.unwrap().unwrap(), row);
-    store.add_dataset(&dataset(at)).await.unwrap();
+    store.add_dataset(&dataset()).await.unwrap();
 
     // The next attempt continues from the newest checkpoint, with a higher token.
     store.change_job(&id, Box::new(move |row| lifecycle::retry(row, at))).await.unwrap();
@@ -210,7 +216,7 @@ async fn test_records(store: &dyn Store) {
     assert!(store.jobs(&JobFilter::default()).await.unwrap().jobs.is_empty());
     // The other rows are deleted in steps.
     while let Some(id) = store.oldest_deleted_job().await.unwrap() {
-        store.purge_deleted(&id).await.unwrap();
+        store.purge_some_rows(&id).await.unwrap();
     }
     assert!(store.events(&id, 0, 10).await.unwrap().is_empty());
     assert!(matches!(store.delete_job(&id).await, Err(StoreError::NotFound(_))));
@@ -220,8 +226,8 @@ async fn test_records(store: &dyn Store) {
 
 /// A sweep and its trials, whose numbers are unique.
 async fn test_sweeps(store: &dyn Store) {
-    let at = "2026-01-02T03:04:05.678Z".parse().unwrap();
-    store.add_dataset(&dataset(at)).await.unwrap();
+    let at = at();
+    store.add_dataset(&dataset()).await.unwrap();
     let row = SweepRow {
         id: "sweep-1".into(),
         name: "lr".into(),
@@ -280,8 +286,8 @@ async fn test_sweeps(store: &dyn Store) {
 
 /// Concurrent changes: claims of one transaction, rows of agents, and versions of waiting jobs.
 async fn test_concurrent_changes(store: &dyn Store) {
-    let at = "2026-01-02T03:04:05.678Z".parse().unwrap();
-    store.add_dataset(&dataset(at)).await.unwrap();
+    let at = at();
+    store.add_dataset(&dataset()).await.unwrap();
     let mut jobs = Vec::new();
     for name in ["first", "second", "third"] {
         let id = JobId::generate();
@@ -354,8 +360,8 @@ fn machine() -> Machine {
 /// Claims, reports and edits of more jobs than one statement can contain.
 async fn test_many_rows(store: &dyn Store) {
     const JOBS: usize = 64 + 32 + 5;
-    let at = "2026-01-02T03:04:05.678Z".parse().unwrap();
-    store.add_dataset(&dataset(at)).await.unwrap();
+    let at = at();
+    store.add_dataset(&dataset()).await.unwrap();
     let mut jobs = Vec::new();
     for n in 0..JOBS {
         let id = JobId::generate();

@@ -1,6 +1,6 @@
 //! The list of jobs in both databases: every order, every page size, different readers, counts and projects.
 
-use crate::store::{dataset, on_both_databases};
+use crate::store::{at, dataset, on_both_databases};
 use lockstep_protocol::{
     job::{JobId, JobState},
     spec::JobSpec,
@@ -47,14 +47,13 @@ const JOBS: [(&str, &str, f32, Option<&str>, bool); 4] = [
 ];
 
 async fn fill(store: &dyn Store) {
-    let added_at = "2026-01-02T03:04:05.678Z".parse().unwrap();
-    store.add_dataset(&dataset(added_at)).await.unwrap();
+    store.add_dataset(&dataset()).await.unwrap();
     for (n, (name, project, lr, owner, private)) in JOBS.into_iter().enumerate() {
         let mut spec = JobSpec { name: name.into(), project: project.into(), private, ..JobSpec::default() };
         spec.data.dataset = "p".into();
         spec.train.lr = lr;
         // Two jobs have the same creation time, so their ids decide the order.
-        let at = added_at + jiff::SignedDuration::from_secs((n / 2) as i64);
+        let at = at() + jiff::SignedDuration::from_secs((n / 2) as i64);
         let new = NewJob {
             annotation: Annotation { notes: format!("notes of {name}"), tags: vec![format!("tag {name}")] },
             owner: owner.map(str::to_owned),

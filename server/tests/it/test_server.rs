@@ -98,7 +98,7 @@ pub fn client_builder(token: &str) -> reqwest::ClientBuilder {
 pub fn config(dir: &TempDir) -> ServeConfig {
     let mut config = ServeConfig::new(dir.path());
     config.listen.set_port(0);
-    // Agents of tests send heartbeats only when a test calls `heartbeat`.
+    // Agents of tests send no heartbeats unless a test calls `Agent::heartbeat`, so leases are long.
     config.lease = Duration::from_secs(600);
     config
 }
@@ -114,10 +114,14 @@ pub fn database_of(dir: &TempDir) -> Option<String> {
 }
 
 /// Waits until the condition is true, for [`TIMEOUT`] at most.
-pub async fn wait_until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
-    let deadline = Instant::now() + TIMEOUT;
+pub async fn wait_until(what: &str, condition: impl AsyncFnMut() -> bool) {
+    wait_until_within(TIMEOUT, what, condition).await;
+}
+
+pub async fn wait_until_within(limit: Duration, what: &str, mut condition: impl AsyncFnMut() -> bool) {
+    let deadline = Instant::now() + limit;
     while !condition().await {
-        assert!(Instant::now() < deadline, "not within {TIMEOUT:?}: {what}");
+        assert!(Instant::now() < deadline, "not within {limit:?}: {what}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }

@@ -1,14 +1,11 @@
 //! Checkpoints on the server's disk that no agent has reported.
 
 use crate::{
-    agent::{checkpoint, losses, running, start_job},
+    agent::{checkpoint, failed, losses, running, start_job},
     artifacts::write_checkpoint,
     uploads::{manifest, sha256_hex},
 };
-use lockstep_protocol::{
-    agent::{Ending, Source},
-    job::Measured,
-};
+use lockstep_protocol::{agent::Source, job::Measured};
 use serde_json::{Value, json};
 use std::fs;
 
@@ -21,8 +18,7 @@ async fn an_unreported_checkpoint_newer_than_the_remaining_reported_ones_is_used
     for step in [10, 20] {
         write_checkpoint(server.job_dir(&id), step);
     }
-    let failed = || Ending::Failed { reason: "by the test".into(), retriable: true };
-    agent.end(&first, failed()).await;
+    agent.end(&first, failed("by the test", true)).await;
     let second = agent.expect_start().await;
     assert_eq!(
         second.resume.as_deref(),
@@ -32,13 +28,13 @@ async fn an_unreported_checkpoint_newer_than_the_remaining_reported_ones_is_used
     assert_eq!(server.checkpoint_steps(&id).await, [20]);
     agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 20), checkpoint(30)]).await;
     write_checkpoint(server.job_dir(&id), 60);
-    agent.end(&second.attempt, failed()).await;
+    agent.end(&second.attempt, failed("by the test", true)).await;
     let third = agent.expect_start().await;
     assert_eq!(third.resume.as_deref(), Some("1-60"));
     assert_eq!(server.checkpoint_steps(&id).await, [60, 20]);
     agent.report(&third.attempt, Source::Rank(0), 0, vec![running(100, 60)]).await;
     write_checkpoint(server.job_dir(&id), 80);
-    agent.end(&third.attempt, failed()).await;
+    agent.end(&third.attempt, failed("by the test", true)).await;
     assert_eq!(
         agent.expect_start().await.resume.as_deref(),
         Some("1-80"),
@@ -64,8 +60,7 @@ async fn an_unreported_checkpoint_is_used_and_a_restart_is_logged() {
     fs::write(checkpoints.join("1-60/state.json"), state).unwrap();
     fs::write(checkpoints.join("1-60/MANIFEST.json"), files.to_string()).unwrap();
     fs::write(checkpoints.join("1-9x"), "no checkpoint").unwrap();
-    let failed = || Ending::Failed { reason: "by the test".into(), retriable: true };
-    agent.end(&first, failed()).await;
+    agent.end(&first, failed("by the test", true)).await;
     let second = agent.expect_start().await;
     assert_eq!(second.resume.as_deref(), Some("1-60"));
     let is_logged = async |text: &str| {
@@ -86,7 +81,7 @@ async fn an_unreported_checkpoint_is_used_and_a_restart_is_logged() {
     for step in [40, 60, 80] {
         fs::remove_dir_all(checkpoints.join(format!("1-{step}"))).unwrap();
     }
-    agent.end(&second.attempt, failed()).await;
+    agent.end(&second.attempt, failed("by the test", true)).await;
     assert_eq!(agent.expect_start().await.resume, None);
     assert!(is_logged(message).await);
     server.stop().await;

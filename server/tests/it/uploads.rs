@@ -1,7 +1,7 @@
 //! The routes by which an agent with its own disk uploads and downloads checkpoints: rights and checks.
 
 use crate::{
-    agent::{Agent, checkpoint, hello, running, server_with_agent, start_job},
+    agent::{Agent, checkpoint, failed, hello, running, server_with_agent, start_job},
     gangs::{connect_machines, hello_at, lost_contact, next_attempt, start_gang},
     test_server::{TIMEOUT, TestServer, assert_refused, client, wait_until},
 };
@@ -42,15 +42,18 @@ impl<'a> AttemptApi<'a> {
         Self { server, http: client(token), agent_id: agent_id.into(), attempt: attempt.clone() }
     }
 
-    pub(crate) async fn request(&self, method: &str, path: &str, body: Vec<u8>) -> (u16, Value) {
+    pub(crate) fn build_request(&self, method: &str, path: &str, body: Vec<u8>) -> reqwest::RequestBuilder {
         let AttemptRef { job, attempt, fencing_token } = &self.attempt;
         let url = self.server.url(&format!("/api/v1/agent/attempts/{job}/{attempt}{path}"));
+        let request = self.http.request(method.parse().unwrap(), url).body(body);
+        let request = request.header("x-lockstep-agent", &self.agent_id);
+        request.header("x-lockstep-fencing-token", String::from(*fencing_token))
+    }
+
+    pub(crate) async fn request(&self, method: &str, path: &str, body: Vec<u8>) -> (u16, Value) {
         let since = Instant::now();
         loop {
-            let request = self.http.request(method.parse().unwrap(), &url).body(body.clone());
-            let request = request.header("x-lockstep-agent", &self.agent_id);
-            let request = request.header("x-lockstep-fencing-token", String::from(*fencing_token));
-            let (status, response) = self.server.send(request).await;
+            let (status, response) = self.server.send(self.build_request(method, path, body.clone())).await;
             // A child process that another test has just forked may still hold a lock of this server.
             let is_locked =
                 response["detail"].as_str().is_some_and(|why| why.contains("another request works on"));
@@ -265,7 +268,7 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     assert!(logs.to_string().contains("was damaged during the upload to the server"), "{logs}");
     assert_eq!(api_a.upload("1-20", manifest(1, 20)).await.0, 204);
     // The agent ends before it has uploaded the checkpoint of step 30.
-    agent.end(&start.attempt, Ending::Failed { reason: "it died".to_owned().into(), retriable: true }).await;
+    agent.end(&start.attempt, failed("it died", true)).await;
     let second_start = agent.expect_start().await;
     assert_eq!(second_start.resume.as_deref(), Some("1-30"), "the machine has this checkpoint");
     let mut agent_b = Agent::connect(&server, hello("b", 2, Vec::new())).await.unwrap();
@@ -373,7 +376,7 @@ async fn a_job_starts_without_a_checkpoint_that_is_not_uploaded_in_time() {
     let low_attempt = agent.expect_start().await.attempt;
     // The machine with the checkpoint stays online, but uploads nothing and is drained.
     assert_eq!(server.post("/agents/id-stuck/drain", &json!({})).await.0, 204);
-    stuck.end(&attempt, Ending::Failed { reason: "by the test".to_owned().into(), retriable: true }).await;
+    stuck.end(&attempt, failed("by the test", true)).await;
     match agent.next().await {
         Some(ToAgent::Stop { attempt, patient: true, .. }) => assert_eq!(attempt, low_attempt),
         other => panic!("{other:?}"),

@@ -73,19 +73,15 @@ impl Slurm {
         }
         slurm.until("all nodes are idle", |slurm| {
             // sinfo fails until the controller responds.
-            let output = slurm
-                .command("sinfo", "slurm-client")
-                .args(["-h", "-N", "-o", "%T"])
-                .output()
-                .expect("sinfo");
+            let output = slurm.client("sinfo", &["-h", "-N", "-o", "%T"]).output().expect("sinfo");
             let states = String::from_utf8_lossy(&output.stdout).into_owned();
             states.lines().count() == slurm.nodes.len() && states.lines().all(|state| state == "idle")
         });
         slurm
     }
 
-    /// A command of Slurm for this cluster.
-    pub(crate) fn command(&self, name: &str, package: &str) -> Command {
+    /// A command of Slurm for this cluster, from one of Debian's packages.
+    fn command(&self, name: &str, package: &str) -> Command {
         let mut command = Command::new(program(name, package));
         command.env("SLURM_CONF", self.config()).current_dir(&self.folder);
         command
@@ -95,15 +91,21 @@ impl Slurm {
         self.folder.join("slurm.conf")
     }
 
+    /// One of the commands with which users control Slurm.
+    fn client(&self, name: &str, args: &[&str]) -> Command {
+        let mut command = self.command(name, "slurm-client");
+        command.args(args);
+        command
+    }
+
     /// Runs a command of Slurm and returns its output.
     pub(crate) fn run(&self, name: &str, args: &[&str]) -> String {
-        run_ok(self.command(name, "slurm-client").args(args))
+        run_ok(&mut self.client(name, args))
     }
 
     /// A field of a job from `squeue`; empty once Slurm has forgotten the job.
     pub(crate) fn field(&self, job: &str, field: &str) -> String {
-        let output =
-            self.command("squeue", "slurm-client").args(["-h", "-t", "all", "-j", job, "-o", field]).output();
+        let output = self.client("squeue", &["-h", "-t", "all", "-j", job, "-o", field]).output();
         String::from_utf8_lossy(&output.expect("squeue").stdout).trim().to_owned()
     }
 
@@ -145,9 +147,8 @@ impl Slurm {
         // slurmd compares whole seconds: a run that starts in the second in which the last run was killed counts as killed, too.
         std::thread::sleep(Duration::from_secs(2));
         self.until("Slurm's job runs again", |slurm| {
-            let update = ["update", &format!("JobId={job}"), "StartTime=now"];
             // Slurm refuses the update while it cleans up after the job's last run.
-            let _ = slurm.command("scontrol", "slurm-client").args(update).output();
+            let _ = slurm.client("scontrol", &["update", &format!("JobId={job}"), "StartTime=now"]).output();
             slurm.field(job, "%T") == "RUNNING"
         });
     }
@@ -169,8 +170,7 @@ impl Slurm {
         let deadline = Instant::now() + 2 * TIMEOUT;
         while !holds(self) {
             if Instant::now() > deadline {
-                let queue =
-                    self.command("squeue", "slurm-client").args(["-t", "all"]).output().expect("squeue");
+                let queue = self.client("squeue", &["-t", "all"]).output().expect("squeue");
                 panic!("not in time: {what}; {}", String::from_utf8_lossy(&queue.stdout));
             }
             std::thread::sleep(Duration::from_millis(100));
@@ -184,7 +184,7 @@ fn kill(pid: i32) {
 
 impl Drop for Slurm {
     fn drop(&mut self) {
-        let _ = self.command("scancel", "slurm-client").args(["--quiet", "--user=root"]).output();
+        let _ = self.client("scancel", &["--quiet", "--user=root"]).output();
         for node in &self.nodes {
             terminate(&self.folder.join(format!("slurmd.{node}.pid")));
         }

@@ -6,7 +6,6 @@ use crate::api::prelude::*;
 use crate::{
     datasets::{
         Datasets,
-        copies::CopyNotice,
         files::{FileList, MAX_FILES, Parts, Tree},
     },
     http::error::run_blocking,
@@ -122,23 +121,22 @@ async fn log_progress(
     let (job, attempt) = (&requester.attempt.job, requester.attempt.attempt);
     let (copied, total) = (request.copied_bytes, request.total_bytes);
     let who = (job, attempt, requester.agent_id.as_str());
-    let Some(notice) = datasets.copies.note_progress(who, (copied, total), request.anew.is_some()) else {
+    let Some(tenths) = datasets.copies.note_progress(who, (copied, total), request.anew.is_some()) else {
         return;
     };
     let agent = requester.agent_name(&datasets.agents);
     let name = &dataset.name;
     let megabytes = |bytes: u64| bytes as f64 / 1e6;
-    let text = match notice {
-        CopyNotice::Restarted => format!(
-            "the dataset {name} changed while {agent} copied it ({}): it is copied again, {:.1} MB of which {:.1} MB are already copied",
-            request.anew.as_deref().unwrap_or_default(),
+    let text = match (&request.anew, tenths) {
+        (Some(change), _) => format!(
+            "the dataset {name} changed while {agent} copied it ({change}): it is copied again, {:.1} MB of which {:.1} MB are already copied",
             megabytes(total),
             megabytes(copied)
         ),
-        CopyNotice::Tenths(0) => {
+        (None, 0) => {
             format!("{agent} copies the dataset {name} ({:.1} MB) from the server", megabytes(total))
         }
-        CopyNotice::Tenths(tenths) => format!(
+        (None, _) => format!(
             "{agent} has copied {} % of the dataset {name}: {:.1} of {:.1} MB",
             tenths * 10,
             megabytes(copied),

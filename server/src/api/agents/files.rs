@@ -137,7 +137,7 @@ async fn fall_back(checkpoints: &Checkpoints, row: &CheckpointRow, error: Error)
     let copies = checkpoints.copies(&row.job).await?;
     let rows = checkpoints.store.checkpoints(&row.job).await?;
     let mut others = rows.iter().filter(|other| other.id != row.id);
-    if !others.any(|other| checkpoints.has_copy(other, copies.get(&other.id))) {
+    if !others.any(|other| checkpoints.has_copy(other, copies.of(&other.id))) {
         return Ok(match error {
             Error::WithCode(..) => Error::Conflict(format!(
                 "checkpoint {} is damaged, and no valid checkpoint is left to continue from; submit the job again to begin from the start",
@@ -253,7 +253,7 @@ pub(crate) async fn upload_done(
     if let Err(why) = run_blocking(move || upload.commit(is_live)).await? {
         return Err(report_refusal(&checkpoints.events, &requester, why).await);
     }
-    if let Some(store) = &checkpoints.artifact_store {
+    if let Some(store) = &checkpoints.object_store {
         store.queue(&format!("{}-{}", requester.attempt.job, requester.path.name));
     }
     checkpoints.remove_old_after_upload(&requester.attempt).await?;
@@ -278,7 +278,7 @@ async fn report_refusal(events: &Events, requester: &RequestingAgent, why: Uploa
             ),
         ),
         UploadError::Wrong(_) | UploadError::Offset(_) | UploadError::Busy => return refusal(why),
-        UploadError::Stored => {
+        UploadError::OtherWeightsStored => {
             let (job, attempt) = (&attempt.job, attempt.attempt);
             tracing::warn!(%job, attempt, name, "a stored checkpoint is not replaced by an attempt that is over");
             return refusal(why);
@@ -299,7 +299,7 @@ fn refusal(why: UploadError) -> Error {
             Error::WithCode(Code::CheckpointDamaged, format!("{how}; send the checkpoint again"))
         }
         UploadError::Busy => Error::Unavailable("another request works on this checkpoint; try again".into()),
-        UploadError::Stored => Error::Forbidden(
+        UploadError::OtherWeightsStored => Error::Forbidden(
             "the server has this checkpoint with other weights and does not replace it, because the attempt is over"
                 .into(),
         ),

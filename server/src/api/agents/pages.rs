@@ -25,7 +25,7 @@ pub(crate) async fn machines(
     let jobs = slots.flat_map(|slot| slot.job.iter().chain(slot.kept_for.iter().flat_map(|kept| &kept.job)));
     let jobs: BTreeSet<_> = jobs.cloned().collect();
     let rows = scheduler.store.jobs_by_id(&jobs.into_iter().collect::<Vec<_>>()).await?;
-    let job_names = rows.into_iter().map(|row| (row.job.id, row.job.name)).collect();
+    let job_names = rows.into_iter().map(|(id, row)| (id, row.job.name)).collect();
     let names: Vec<_> = agents.iter().map(|agent| agent.name.clone()).collect();
     let user = caller.current_user();
     let join = join::join_parts(&scheduler.config, &peer_policy, &server_url, &names, user.is_admin);

@@ -109,7 +109,7 @@ impl RequestingAgent {
         let copies = checkpoints.copies_of(&row).await?;
         let has_copy = copies.holders.iter().any(is_this_agent);
         // The server expects the upload from the first holder.
-        let holders = checkpoints.holders_unless_on_server(&row, Some(&copies));
+        let holders = checkpoints.holders_unless_on_server(&row, &copies);
         let uploader = holders.into_iter().chain(copies.holders).next();
         if uploader.is_some_and(|uploader| is_this_agent(&uploader)) {
             // Allowed also after the end of the agent's attempt, because this may be the only copy of the newest checkpoint.

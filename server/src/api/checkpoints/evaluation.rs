@@ -4,7 +4,7 @@
 use crate::api::prelude::*;
 use crate::{
     agents::{
-        Agents, QueuePosition, RequestError, requests,
+        Agents, RequestError, requests,
         shared_requests::{Joined, Sent},
     },
     api::{
@@ -52,21 +52,23 @@ pub(crate) struct UnderWay {
 impl UnderWay {
     fn of(sent: &Sent, agents: &Agents, row: &CheckpointRow) -> Self {
         let name = format!("checkpoint {}-{}", row.info.epoch, row.info.step);
-        let position = sent.get().and_then(|(_, request)| agents.queue_position(*request));
+        let position = sent
+            .get()
+            .and_then(|(agent, request)| Some((agent.row.name.clone(), agents.requests_ahead(*request)?)));
         let detail = match &position {
             None => format!("{name} is about to be evaluated; ask again"),
-            Some(QueuePosition { agent, ahead }) if *ahead < MAX_CONCURRENT_REQUESTS => {
+            Some((agent, ahead)) if *ahead < MAX_CONCURRENT_REQUESTS => {
                 format!("{name} is being evaluated on {agent}; ask again")
             }
-            Some(QueuePosition { agent, ahead }) => {
+            Some((agent, ahead)) => {
                 format!(
                     "{name} waits on {agent}, behind {}; ask again",
                     lockstep_protocol::numbers::plural(*ahead as u64, "other evaluation")
                 )
             }
         };
-        let (agent, ahead) = position.map_or((None, 0), |position| (Some(position.agent), position.ahead));
-        Self { detail, agent, ahead }
+        let (agent, ahead) = position.unzip();
+        Self { detail, agent, ahead: ahead.unwrap_or(0) }
     }
 }
 

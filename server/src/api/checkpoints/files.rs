@@ -7,7 +7,7 @@ use crate::{
         Weights, await_fetch, check_regular, damaged_error, ensure_on_disk, find, is_checkpoint_file,
         no_average_error, read_manifest, removed_error,
     },
-    checkpoints::{Checkpoints, artifact_fetches, manifest::ManifestFile},
+    checkpoints::{Checkpoints, manifest::ManifestFile, object_store_fetches},
     http::{
         attachment::attachment,
         conditional::{self, CACHING},
@@ -189,7 +189,7 @@ async fn check_file(
             continue;
         }
         let copies = checkpoints.copies_of(row).await?;
-        match artifact_fetches::check(checkpoints, row, Some(&copies), None) {
+        match object_store_fetches::check(checkpoints, row, &copies, None) {
             Some((fetch, _)) if checks < MAX_CHECKS => await_fetch(&checkpoints.config, row, fetch).await?,
             _ => {
                 tracing::warn!(checkpoint = row.id, how, "a damaged checkpoint on the disk is not sent");

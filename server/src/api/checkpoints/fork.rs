@@ -14,7 +14,7 @@ use crate::{
         run_to_completion,
     },
     auth::Auth,
-    checkpoints::{artifact_fetches, manifest::verify_checkpoint},
+    checkpoints::{manifest::verify_checkpoint, object_store_fetches},
     http::extract::Body,
     lifecycle::{Fork, external::refuse_external},
     scheduler::{Scheduler, dispatch},
@@ -248,8 +248,7 @@ async fn make(
     // The object store may have an undamaged copy.
     if matches!(&copied, Err(error) if error.kind() == io::ErrorKind::InvalidData)
         && let copies = scheduler.checkpoints.copies_of(&source).await?
-        && let Some((fetch, _)) =
-            artifact_fetches::check(&scheduler.checkpoints, &source, Some(&copies), None)
+        && let Some((fetch, _)) = object_store_fetches::check(&scheduler.checkpoints, &source, &copies, None)
     {
         let _ = tokio::fs::remove_dir_all(scheduler.config.job_dir(&fork_id)).await;
         checkpoints::await_fetch(&scheduler.config, &source, fetch).await?;

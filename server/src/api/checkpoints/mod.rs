@@ -10,8 +10,8 @@ use crate::api::prelude::*;
 use crate::{
     api::jobs,
     checkpoints::{
-        Checkpoints, artifact_fetches,
-        artifact_store::{Fetch, NotFetched},
+        Checkpoints, object_store_fetches,
+        object_store_state::{Fetch, FetchError},
     },
     config::ServeConfig,
     http::{conditional::json_with_etag, error::Code},
@@ -127,7 +127,7 @@ pub(super) async fn of_job(checkpoints: &Checkpoints, job: &JobId) -> Result<Vec
     let rows = checkpoints.store.checkpoints(job).await?;
     let copies = checkpoints.copies(job).await?;
     let describe = |row: CheckpointRow| {
-        let copies = copies.get(&row.id);
+        let copies = copies.of(&row.id);
         checkpoints.describe(row, copies)
     };
     Ok(rows.into_iter().map(describe).collect())
@@ -146,7 +146,7 @@ pub(crate) async fn show(
     let copies = checkpoints.copies_of(&row).await?;
     Ok(Json(CheckpointDetail {
         job: row.job.to_string(),
-        checkpoint: checkpoints.describe(row, Some(&copies)),
+        checkpoint: checkpoints.describe(row, &copies),
         files,
     }))
 }
@@ -183,14 +183,14 @@ fn find_named<'a>(rows: &'a [CheckpointRow], requested: &str) -> Option<&'a Chec
 /// The checkpoint is still being uploaded from another machine, or cannot be fetched.
 pub(super) async fn ensure_on_disk(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
     let copies = checkpoints.copies_of(row).await?;
-    if let Some(holder) = checkpoints.holders_unless_on_server(row, Some(&copies)).into_iter().next() {
+    if let Some(holder) = checkpoints.holders_unless_on_server(row, &copies).into_iter().next() {
         return Err(Error::Conflict(format!(
             "this checkpoint is still being uploaded from {}; ask again, or use an older checkpoint",
             holder.agent
         )));
     }
-    let fetch = match artifact_fetches::fetch(checkpoints, row, Some(&copies)) {
-        None => artifact_fetches::fetch_if_incomplete(checkpoints, row, Some(&copies)).await,
+    let fetch = match object_store_fetches::fetch(checkpoints, row, &copies) {
+        None => object_store_fetches::fetch_if_incomplete(checkpoints, row, &copies).await,
         fetch => fetch,
     };
     match fetch {
@@ -201,18 +201,18 @@ pub(super) async fn ensure_on_disk(checkpoints: &Arc<Checkpoints>, row: &Checkpo
 
 /// Waits until a checkpoint is fetched from the object store.
 pub(super) async fn await_fetch(config: &ServeConfig, row: &CheckpointRow, fetch: Fetch) -> Result<()> {
-    match artifact_fetches::wait(fetch, config.response_wait).await {
+    match object_store_fetches::wait(fetch, config.response_wait).await {
         Some(Ok(())) => Ok(()),
-        Some(Err(NotFetched::Missing)) => Err(removed_error()),
-        Some(Err(NotFetched::Damaged(how))) => Err(damaged_error(
+        Some(Err(FetchError::Missing)) => Err(removed_error()),
+        Some(Err(FetchError::Damaged(how))) => Err(damaged_error(
             format_args!("checkpoint {}", row.id),
             &format!("{how}, also in the object store"),
         )),
-        Some(Err(NotFetched::ObjectStoreUnavailable(why))) => Err(Error::Unavailable(format!(
+        Some(Err(FetchError::ObjectStoreUnavailable(why))) => Err(Error::Unavailable(format!(
             "checkpoint {} is in the object store, which cannot be reached now ({why}); try again later",
             row.id
         ))),
-        Some(Err(NotFetched::Disk(why))) => Err(Error::Unavailable(format!(
+        Some(Err(FetchError::Disk(why))) => Err(Error::Unavailable(format!(
             "checkpoint {} cannot be fetched from the object store: the server cannot write to its disk ({why})",
             row.id
         ))),

@@ -133,7 +133,7 @@ async fn progress_of(
         _ => None,
     };
     let name = &agent.row.name;
-    let ahead = datasets.agents.queue_position(*request).map_or(0, |position| position.ahead);
+    let ahead = datasets.agents.requests_ahead(*request).unwrap_or(0);
     let detail = match progress {
         Some((inspected, total)) => {
             format!("{name} is inspecting {path}: {inspected} of {total} so far; ask again")

@@ -9,7 +9,7 @@ use crate::{
     auth::Auth,
     http::extract::{check_count, parse_job_id},
     scheduler::Scheduler,
-    store::Store,
+    store::{JobRow, Store},
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -57,7 +57,9 @@ pub(crate) async fn show(
     Query(query): Query<HistoryQuery>,
 ) -> Result<Json<History>> {
     let limit = check_count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
-    let job = jobs::find(&scheduler, &id).await?;
+    let JobRow { mut job, private_parent, .. } =
+        jobs::find_row(&*scheduler.store, &parse_job_id(&id)?).await?;
+    scheduler.last_plan.fill_in(&mut job);
     let pages = Pages::new("history", ORDER).owned_by("job", job.id.as_str());
     // Entries are only appended, so a cursor is the number of entries on the previous pages.
     let from: usize = pages.decode(query.cursor.as_deref())?.unwrap_or(0);
@@ -67,7 +69,8 @@ pub(crate) async fn show(
     }
     let rows = scheduler.store.history(&job, may_see_who).await?;
     let attempts = scheduler.store.attempts(&job.id).await?;
-    let (parent, forked_from) = find_parent(&*scheduler.store, &caller, &job, rows.parent).await?;
+    let origin = private_parent.or_else(|| job.parent.clone());
+    let (parent, forked_from) = find_parent(&*scheduler.store, &caller, &job, origin).await?;
     let mut entries = event_entries(&job, forked_from, &rows.events, &rows.requests);
     entries.extend(attempt_entries(attempts, &rows.events));
     // The sort is stable, so a request stays before the attempt's end that followed in the same millisecond.

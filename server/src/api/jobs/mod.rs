@@ -273,8 +273,8 @@ pub(super) async fn remove(scheduler: &Scheduler, deleted_jobs: &DeletedJobs, id
     // The purge of the rows also removes the files (`store/purge.rs`).
     scheduler.store.delete_job(id).await?;
     deleted_jobs.wake();
-    if let Some(artifact_store) = &scheduler.checkpoints.artifact_store {
-        checkpoints.iter().for_each(|row| artifact_store.queue(&row.id));
+    if let Some(object_store) = &scheduler.checkpoints.object_store {
+        checkpoints.iter().for_each(|row| object_store.queue(&row.id));
     }
     scheduler.events.hub.publish_deletion(job);
     Ok(())

@@ -243,7 +243,7 @@ pub(crate) async fn job(
         panels,
         has_histograms,
         has_network,
-        has_artifact_store: scheduler.checkpoints.artifact_store.is_some(),
+        has_object_store: scheduler.checkpoints.object_store.is_some(),
     })
 }
 

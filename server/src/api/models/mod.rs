@@ -186,7 +186,7 @@ pub(crate) async fn create(
         // The lock prevents the removal of the checkpoint.
         let _lock = checkpoints.removal_lock.lock().await;
         let copies = checkpoints.copies_of(&row).await?;
-        if !checkpoints.has_copy(&row, Some(&copies)) {
+        if !checkpoints.has_copy(&row, &copies) {
             return Err(checkpoints::removed_error());
         }
         let new_version = NewVersion {

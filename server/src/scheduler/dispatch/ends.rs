@@ -9,7 +9,7 @@ use crate::{
 };
 use lockstep_protocol::{
     agent::{AttemptRef, Ending, ToAgent},
-    job::{JobId, JobState},
+    job::{Job, JobId, JobState},
     reason::{Reason, ReasonKind},
 };
 use std::{sync::Arc, time::Duration};
@@ -91,24 +91,33 @@ async fn requeue(
     }
 }
 
-/// Applies `change` to the job of an attempt, if the attempt may still write, and releases the attempt's slots.
-pub(super) async fn end_attempt(
+/// Applies `change` to the job of an attempt, if the attempt may still write. Returns the job; `None` if it was deleted.
+async fn change_live(
     scheduler: &Scheduler,
     attempt: &AttemptRef,
     change: impl Fn(&mut JobRow) -> lifecycle::ChangeResult + Send + Sync + 'static,
-) -> Result<()> {
+) -> Result<Option<Job>> {
     let expected = attempt.clone();
     let change = move |row: &mut JobRow| {
         if row.live_attempt().as_ref() == Some(&expected) { change(row) } else { Ok(Vec::new()) }
     };
     match scheduler.events.change_job(&attempt.job, Box::new(change)).await {
-        // The attempt has ended, regardless of the job's new state.
-        Ok(_) | Err(StoreError::NotFound(_)) => {
-            scheduler.agents.leases.release(&attempt.job, attempt.attempt);
-            Ok(())
-        }
+        Ok(changed) => Ok(Some(changed.job)),
+        Err(StoreError::NotFound(_)) => Ok(None),
         Err(error) => Err(error),
     }
+}
+
+/// Ends an attempt by `change`, if the attempt may still write, and releases its slots.
+pub(super) async fn end_attempt(
+    scheduler: &Scheduler,
+    attempt: &AttemptRef,
+    change: impl Fn(&mut JobRow) -> lifecycle::ChangeResult + Send + Sync + 'static,
+) -> Result<()> {
+    change_live(scheduler, attempt, change).await?;
+    // The attempt has ended, regardless of the job's new state.
+    scheduler.agents.leases.release(&attempt.job, attempt.attempt);
+    Ok(())
 }
 
 /// Records that the ranks of an attempt on `agent_count` agents have ended on one agent, which has not reported how they ended. The other
@@ -121,31 +130,20 @@ pub(super) async fn end_attempt_on_agent(
     mode: StopMode,
     end: impl Fn(&JobRow) -> EndOnAgent + Send + Sync + 'static,
 ) -> Result<()> {
-    let (expected, agent_id) = (attempt.clone(), place.agent_id.clone());
+    let agent_id = place.agent_id.clone();
     let change = move |row: &mut JobRow| {
-        if row.live_attempt().as_ref() != Some(&expected) {
-            return Ok(Vec::new());
-        }
         let end = end(row);
         lifecycle::record_end_on_agent(row, agent_count, &agent_id, end, crate::now())
     };
-    match scheduler.events.change_job(&attempt.job, Box::new(change)).await {
-        Ok(changed) => {
-            // If this change ended the attempt, its publication has released the slots. Otherwise the job may already have another attempt.
-            if changed.job.attempt != attempt.attempt {
-                scheduler.agents.leases.release(&attempt.job, attempt.attempt);
-            }
-            let others = scheduler.agents.leases.note_end(attempt, &place.agent_id, RanksEnd::Unknown);
-            let reason = format!("its ranks on {:?} have ended", place.agent);
-            send_stop(scheduler, &others, attempt, &reason, mode);
-            Ok(())
-        }
-        Err(StoreError::NotFound(_)) => {
-            scheduler.agents.leases.release(&attempt.job, attempt.attempt);
-            Ok(())
-        }
-        Err(error) => Err(error),
+    let job = change_live(scheduler, attempt, change).await?;
+    // If this change ended the attempt, its publication has released the slots. Otherwise the job may already have another attempt.
+    if job.is_none_or(|job| job.attempt != attempt.attempt) {
+        scheduler.agents.leases.release(&attempt.job, attempt.attempt);
     }
+    let others = scheduler.agents.leases.note_end(attempt, &place.agent_id, RanksEnd::Unknown);
+    let reason = format!("its ranks on {:?} have ended", place.agent);
+    send_stop(scheduler, &others, attempt, &reason, mode);
+    Ok(())
 }
 
 /// Handles the stored end of an attempt's ranks on an agent. If the ranks failed, the other agents are ordered to stop their ranks, which

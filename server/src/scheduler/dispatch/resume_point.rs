@@ -1,10 +1,7 @@
 //! The checkpoint from which a job's next attempt continues.
 
 use super::unreported;
-use crate::{
-    scheduler::Scheduler,
-    store::{Copies, Result},
-};
+use crate::{scheduler::Scheduler, store::Result};
 use lockstep_protocol::job::Job;
 use std::collections::BTreeSet;
 
@@ -31,7 +28,7 @@ pub(super) async fn remove_missing_checkpoints(
 ) -> Result<ResumePoint> {
     // If the folder does not exist, the checkpoints are on another disk, unless there is an object store, which should have all of them.
     let checkpoints = scheduler.config.job_dir(&job.id).join("checkpoints");
-    let are_expected = scheduler.checkpoints.artifact_store.is_some()
+    let are_expected = scheduler.checkpoints.object_store.is_some()
         || matches!(tokio::fs::try_exists(&checkpoints).await, Ok(true));
     let mut missing = Vec::new();
     let rows = scheduler.store.checkpoints(&job.id).await?;
@@ -41,11 +38,11 @@ pub(super) async fn remove_missing_checkpoints(
     let mut remaining = BTreeSet::new();
     let copies = scheduler.checkpoints.copies(&job.id).await?;
     for row in rows {
-        let copies = copies.get(&row.id);
+        let copies = copies.of(&row.id);
         let holders = scheduler.checkpoints.holders_unless_on_server(&row, copies);
         let is_missing = if holders.is_empty() {
             are_expected
-                && !copies.is_some_and(Copies::may_be_fetched)
+                && !copies.may_be_fetched()
                 && matches!(tokio::fs::try_exists(scheduler.checkpoints.folder(&row)).await, Ok(false))
         } else {
             holders.iter().all(|holder| holder.agent_id != agent_id)
@@ -75,7 +72,7 @@ pub(super) async fn remove_missing_checkpoints(
         Some(text)
     } else if missing.len() < count || missing.is_empty() {
         None
-    } else if scheduler.checkpoints.artifact_store.is_some() && lost_count == count {
+    } else if scheduler.checkpoints.object_store.is_some() && lost_count == count {
         // The rows stay, because a disk that is not mounted may return.
         return Ok(ResumePoint::AllLost);
     } else if holder_names.is_empty() {

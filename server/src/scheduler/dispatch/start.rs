@@ -18,7 +18,7 @@ use lockstep_protocol::{
     agent::{AttemptRef, MARK, RankNetwork, StartAttempt, StartFiles, ToAgent},
     backoff::Backoff,
     dataset::Dataset,
-    job::{Job, JobId, JobState},
+    job::{Job, JobState},
     reason::{Reason, ReasonKind},
 };
 use std::{
@@ -100,10 +100,8 @@ async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<P
     let ids: Vec<_> = starts.iter().map(|start| start.row.job.id.clone()).collect();
     // The queue in memory may be behind the store.
     let known = starts.iter().map(|start| &start.row.job);
-    let (stored, datasets) =
+    let (mut stored, datasets) =
         tokio::try_join!(scheduler.store.jobs_by_id(&ids), read_datasets(scheduler, known))?;
-    let mut stored: HashMap<JobId, JobRow> =
-        stored.into_iter().map(|row| (row.job.id.clone(), row)).collect();
     let mut ready = Vec::with_capacity(starts.len());
     for start in starts {
         let is_draining = start.chosen.iter().any(|(agent, _)| scheduler.agents.is_draining(&agent.row.id));
@@ -227,7 +225,7 @@ async fn read_claimed(scheduler: &Scheduler, claims: &[Claim]) -> Result<Vec<Opt
     let rows = scheduler.store.jobs_by_id(&ids).await?;
     let mut found = Vec::with_capacity(claims.len());
     for claim in claims {
-        let row = rows.iter().find(|row| row.job.id == claim.job);
+        let row = rows.get(&claim.job);
         // Only this task claims jobs, so the next attempt is this claim's attempt.
         let attempt =
             row.and_then(JobRow::live_attempt).filter(|live| live.attempt == claim.after_attempt + 1);
@@ -327,9 +325,8 @@ async fn follow_up(scheduler: &Scheduler, notified: Vec<NotifiedJob>) -> Result<
     }
     let ids: Vec<_> = notified.iter().map(|notified| notified.attempt.job.clone()).collect();
     let rows = scheduler.store.jobs_by_id(&ids).await?;
-    let rows: HashMap<&JobId, &JobRow> = rows.iter().map(|row| (&row.job.id, row)).collect();
     for NotifiedJob { attempt, places, .. } in notified {
-        let row = rows.get(&attempt.job).copied();
+        let row = rows.get(&attempt.job);
         let is_live = row.is_some_and(|r| r.live_attempt().as_ref() == Some(&attempt));
         if !is_live {
             scheduler.agents.leases.release(&attempt.job, attempt.attempt);

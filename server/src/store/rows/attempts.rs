@@ -68,21 +68,6 @@ pub struct AttemptRow {
     pub places: Vec<Place>,
 }
 
-/// A position in the queue, after a job. The default is the beginning.
-#[derive(Debug, Clone)]
-pub struct QueuePlace {
-    pub(crate) priority: i64,
-    /// When the job was submitted, in milliseconds since 1970.
-    pub(crate) created_at: i64,
-    pub(crate) job: String,
-}
-
-impl Default for QueuePlace {
-    fn default() -> Self {
-        Self { priority: i64::MAX, created_at: 0, job: String::new() }
-    }
-}
-
 /// The fields by which the queue in memory notices that a waiting job has changed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WaitingFingerprint {

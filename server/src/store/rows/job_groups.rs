@@ -53,7 +53,7 @@ pub struct GroupRow {
     pub states: BTreeMap<&'static str, u64>,
     /// When the newest job was submitted.
     pub newest_at: Timestamp,
-    /// The sums of each requested metric.
+    /// The statistics of each requested metric.
     pub metrics: Vec<RunningStatistics>,
 }
 
@@ -72,7 +72,7 @@ pub struct MeanAndSpread {
     pub max: Option<f64>,
 }
 
-/// The sums from which the statistics of a metric are computed.
+/// Statistics of a metric, to which values are added one by one.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct RunningStatistics {
     /// Number of jobs with a value.
@@ -118,9 +118,9 @@ mod tests {
     use super::*;
 
     fn statistics(values: &[f64]) -> MeanAndSpread {
-        let mut spread = RunningStatistics::default();
-        values.iter().for_each(|value| spread.add(*value));
-        spread.statistics()
+        let mut running = RunningStatistics::default();
+        values.iter().for_each(|value| running.add(*value));
+        running.statistics()
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Tokens and sessions. The server reads these rows at its start and keeps them in memory.
 
-use super::{DbRow, SqlStore};
+use super::{DbRow, SqlStore, optional_time};
 use crate::store::{
     Result, SessionRow, StoreError, TokenRow,
     values::{strip_nul, time},
@@ -15,7 +15,6 @@ const PURGE_ROWS: i64 = 1000;
 fn token(row: &DbRow) -> Result<TokenRow> {
     let id: String = row.try_get("id")?;
     let scope: String = row.try_get("scope")?;
-    let optional_time = |name: &str| row.try_get::<Option<i64>, _>(name)?.map(time).transpose();
     let token = Token {
         name: row.try_get("name")?,
         // A token with an unknown scope, written by another version, is not accepted.
@@ -25,9 +24,9 @@ fn token(row: &DbRow) -> Result<TokenRow> {
         owner: row.try_get("owner")?,
         made_with: row.try_get("made_with")?,
         created_at: time(row.try_get("created_at")?)?,
-        expires_at: optional_time("expires_at")?,
-        revoked_at: optional_time("revoked_at")?,
-        last_used_at: optional_time("last_used_at")?,
+        expires_at: optional_time(row, "expires_at")?,
+        revoked_at: optional_time(row, "revoked_at")?,
+        last_used_at: optional_time(row, "last_used_at")?,
         id,
     };
     Ok(TokenRow { token, hash: row.try_get("hash")? })

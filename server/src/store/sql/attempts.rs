@@ -1,16 +1,16 @@
 //! Attempts: claims, live attempts (which may write), and the list of a job's attempts.
 
 use super::{
-    Connection, DbRow, SqlStore, events,
-    jobs::{load_all, prepare_events, save},
-    multi_row,
+    Connection, DbRow, SqlStore, events, fencing_token, flag,
+    jobs::{load_all, record_change, save},
+    multi_row, optional_time,
 };
 use crate::{
     lifecycle,
     store::{
-        AgentPlace, AttemptRow, ChangedJob, Claim, ClaimedAttempt, Occupant, Place, Result, StoreError,
+        AgentPlace, AttemptRow, Claim, ClaimedAttempt, Occupant, Place, Result, StoreError,
         unreadable::{self, json_or_default},
-        values::{fault_point, job_id, json, new_fencing_token, read_fencing_token, time, to_u32, uint},
+        values::{fault_point, job_id, json, new_fencing_token, time, to_u32, uint},
     },
 };
 use lockstep_protocol::{
@@ -57,7 +57,7 @@ impl SqlStore {
         let text = "SELECT fencing_token, fencing_secret, places, own_disks FROM attempts WHERE job_id = $1 AND attempt = $2";
         let query = sqlx::query(text).bind(job).bind(i64::from(attempt.attempt));
         let agent_place = |row: &DbRow| {
-            let token = read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
+            let token = fencing_token(row)?;
             let places: Vec<Place> = json_or_default(job, "places", row.try_get("places")?);
             let own_disks: Vec<String> = json_or_default(job, "own_disks", row.try_get("own_disks")?);
             let place = places.into_iter().find(|place| place.agent_id == agent_id);
@@ -76,10 +76,9 @@ impl SqlStore {
         let created: Vec<&NewAttempt<'_>> = attempts.iter().flatten().collect();
         let tokens = insert_attempts(&mut db, &created).await?;
         let ids: Vec<_> = created.iter().map(|attempt| attempt.claim.job.clone()).collect();
-        let rows = load_all(&mut db, &ids).await?;
-        let mut rows: HashMap<_, _> = rows.into_iter().map(|row| (row.job.id.clone(), row)).collect();
+        let mut rows = load_all(&mut db, &ids).await?;
         let (mut claimed, mut new_rows) = (Vec::with_capacity(claims.len()), Vec::new());
-        let mut changed = Vec::with_capacity(created.len());
+        let mut started = Vec::with_capacity(created.len());
         for attempt in attempts {
             let Some(NewAttempt { claim, number, resume_checkpoint }) = attempt else {
                 claimed.push(None);
@@ -90,18 +89,12 @@ impl SqlStore {
             row.fencing_token = Some(fencing_token);
             row.job.agents = agent_names(&claim.places);
             let bodies = lifecycle::start_attempt(&mut row, claim.fewer_ranks_reason.clone(), claim.at)?;
-            let appended = prepare_events(&mut db, &mut row, bodies, claim.at).await?;
-            let events = appended.iter().map(|new_row| new_row.row.clone()).collect();
-            new_rows.extend(appended);
+            let changed = record_change(&mut db, &mut row, bodies, claim.at, &mut new_rows).await?;
             let attempt = AttemptRef { job: claim.job.clone(), attempt: number, fencing_token };
-            claimed.push(Some(ClaimedAttempt {
-                attempt,
-                resume_checkpoint,
-                changed: ChangedJob { job: row.job.clone(), events },
-            }));
-            changed.push(row);
+            claimed.push(Some(ClaimedAttempt { attempt, resume_checkpoint, changed }));
+            started.push(row);
         }
-        save(&mut db, &changed.iter().collect::<Vec<_>>(), crate::now()).await?;
+        save(&mut db, &started.iter().collect::<Vec<_>>(), crate::now()).await?;
         events::insert(&mut db, &new_rows).await?;
         fault_point("claim.commit")?;
         db.commit().await?;
@@ -126,7 +119,7 @@ impl SqlStore {
             let cause = cause.and_then(|cause| json_or_default::<Option<Reason>>(&id, "cause", &cause));
             Ok(Occupant {
                 priority: i32::try_from(row.try_get::<i64, _>("priority")?).unwrap_or(i32::MAX),
-                preemptible: state.is_some() && row.try_get::<i64, _>("preemptible")? != 0,
+                preemptible: state.is_some() && flag(row, "preemptible")?,
                 must_end: !runs || row.try_get::<Option<&str>, _>("stop")?.is_some(),
                 is_being_preempted: cause
                     .is_some_and(|cause| matches!(cause.kind(), ReasonKind::Preempting { .. })),
@@ -149,10 +142,7 @@ impl SqlStore {
                 attempt: AttemptRef {
                     job: job_id(&id)?,
                     attempt: to_u32(row.try_get("attempt")?),
-                    fencing_token: read_fencing_token(
-                        row.try_get("fencing_token")?,
-                        row.try_get("fencing_secret")?,
-                    ),
+                    fencing_token: fencing_token(row)?,
                 },
             })
         };
@@ -207,10 +197,7 @@ async fn insert_attempts(
             // The database assigns the token's number.
             .bind(new_fencing_token(0).secret_text()))
     });
-    let token = |row: &DbRow| {
-        let token = read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
-        Ok((job_id(row.try_get("job_id")?)?, token))
-    };
+    let token = |row: &DbRow| Ok((job_id(row.try_get("job_id")?)?, fencing_token(row)?));
     rows.await?.iter().map(token).collect()
 }
 
@@ -232,7 +219,6 @@ fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
     let agents = agent_names(&places);
     let is_live = row.try_get::<Option<i64>, _>("job_fencing_token")? == Some(row.try_get("fencing_token")?);
     let (state, reason) = if is_live { ("job_state", "job_cause") } else { ("state", "reason") };
-    let ended_at: Option<i64> = row.try_get("ended_at")?;
     let state = text(state)?.unwrap_or_default().parse::<AttemptState>().unwrap_or_else(|error| {
         unreadable::log_once(&format!("the state of an attempt of job {job}: {error}"));
         AttemptState::Unknown
@@ -246,6 +232,6 @@ fn attempt(job: &JobId, row: &DbRow) -> Result<Attempt> {
         agents,
         ranks: places.iter().map(|place| place.ranks.len() as u32).sum(),
         started_at: time(row.try_get("started_at")?)?,
-        ended_at: ended_at.map(time).transpose()?,
+        ended_at: optional_time(row, "ended_at")?,
     })
 }

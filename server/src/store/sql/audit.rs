@@ -1,6 +1,6 @@
 //! The audit log.
 
-use super::{DbRow, SqlStore, jobs::like_pattern};
+use super::{DbRow, SqlStore, job_list::push_contains, jobs::like_pattern};
 use crate::store::{
     Result,
     values::{strip_nul, time},
@@ -67,10 +67,8 @@ impl SqlStore {
                 .push(" ESCAPE '!')");
         }
         if !text.is_empty() {
-            query
-                .push(" AND lower(action || ' ' || object) LIKE lower(")
-                .push_bind(like_pattern(text))
-                .push(") ESCAPE '!'");
+            query.push(" AND ");
+            push_contains(&mut query, "action || ' ' || object", text);
         }
         query.push(" ORDER BY id DESC LIMIT ").push_bind(i64::from(limit));
         self.list(query.build(), entry).await

@@ -2,13 +2,14 @@
 
 use super::{Connection, DbRow, SqlStore};
 use crate::store::{
-    ArtifactMarker, Copies, CopyState, Holder, Place, Result, StoredCheckpoint, unreadable::json_or_default,
+    Copies, CopyState, Holder, ObjectStoreMarker, Place, Result, StoredCheckpoint,
+    unreadable::json_or_default,
 };
 use lockstep_protocol::job::JobId;
 use sqlx::Row;
 use std::collections::{HashMap, HashSet};
 
-/// Prefix of an object store's marker ([`ArtifactMarker`]) in a database that was restored from a backup.
+/// Prefix of an object store's marker ([`ObjectStoreMarker`]) in a database that was restored from a backup.
 pub(super) const RESTORED_PREFIX: &str = "restored ";
 
 /// Prefix of an agent's id in the column `location`.
@@ -158,13 +159,13 @@ impl SqlStore {
         Ok(done.rows_affected() > 0)
     }
 
-    pub async fn artifact_marker(&self, object_store: &str) -> Result<Option<ArtifactMarker>> {
+    pub async fn object_store_marker(&self, object_store: &str) -> Result<Option<ObjectStoreMarker>> {
         let found =
             sqlx::query_scalar("SELECT marker FROM artifact_stores WHERE store = $1").bind(object_store);
         let found: Option<String> = found.fetch_optional(&self.reader).await?;
         Ok(found.map(|found| match found.strip_prefix(RESTORED_PREFIX) {
-            Some(marker) => ArtifactMarker { marker: marker.to_owned(), is_restored: true },
-            None => ArtifactMarker { marker: found, is_restored: false },
+            Some(marker) => ObjectStoreMarker { marker: marker.to_owned(), is_restored: true },
+            None => ObjectStoreMarker { marker: found, is_restored: false },
         }))
     }
 
@@ -182,7 +183,7 @@ impl SqlStore {
         self.execute(query).await.map(drop)
     }
 
-    pub async fn put_artifact_marker(&self, object_store: &str, marker: &str) -> Result<()> {
+    pub async fn put_object_store_marker(&self, object_store: &str, marker: &str) -> Result<()> {
         let mut db = self.begin().await?;
         // The store with this marker may have been known under another URL. Its copies move to the new URL.
         for query in [

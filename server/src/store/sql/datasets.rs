@@ -1,6 +1,6 @@
 //! Registered datasets.
 
-use super::{Connection, DbRow, SqlStore};
+use super::{Connection, DbRow, SqlStore, flag};
 use crate::store::{
     Result, StoreError,
     unreadable::read_spec,
@@ -18,18 +18,18 @@ fn dataset(row: &DbRow) -> Result<Dataset> {
         name: name.clone(),
         added_at: time(row.try_get("added_at")?)?,
         owner: row.try_get("owner")?,
-        private: row.try_get::<i64, _>("private")? != 0,
+        private: flag(row, "private")?,
     })
 }
 
 /// Checks that a dataset is registered. The caller stores a job that needs the dataset in the same transaction.
 ///
 /// # Errors
-/// [`StoreError::NoDataset`].
+/// [`StoreError::DatasetRemoved`].
 pub(super) async fn require_dataset(db: &mut Connection, name: &str) -> Result<()> {
     let text = "SELECT name FROM datasets WHERE name = $1";
     let found: Option<String> = sqlx::query_scalar(text).bind(strip_nul(name)).fetch_optional(db).await?;
-    if found.is_none() { Err(StoreError::NoDataset(name.to_owned())) } else { Ok(()) }
+    if found.is_none() { Err(StoreError::DatasetRemoved(name.to_owned())) } else { Ok(()) }
 }
 
 impl SqlStore {

@@ -2,7 +2,7 @@
 
 use super::{
     SqlStore, datasets, events,
-    jobs::{load, load_all, prepare_events, save},
+    jobs::{load, load_all, record_change, save},
     models, sweeps,
 };
 use crate::{
@@ -11,14 +11,13 @@ use crate::{
 };
 use lockstep_protocol::job::JobId;
 use sqlx::AssertSqlSafe;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 impl SqlStore {
     pub async fn change_jobs(&self, changes: &[(JobId, Change)]) -> Result<Vec<Option<ChangedJob>>> {
         let mut db = self.begin().await?;
         let ids: BTreeSet<&JobId> = changes.iter().map(|(id, _)| id).collect();
-        let rows = load_all(&mut db, &ids.into_iter().cloned().collect::<Vec<_>>()).await?;
-        let mut rows: BTreeMap<_, _> = rows.into_iter().map(|row| (row.job.id.clone(), row)).collect();
+        let mut rows = load_all(&mut db, &ids.into_iter().cloned().collect::<Vec<_>>()).await?;
         let at = crate::now();
         let (mut changed, mut new_rows) = (Vec::with_capacity(changes.len()), Vec::new());
         for (id, change) in changes {
@@ -36,16 +35,13 @@ impl SqlStore {
             }
             let state = row.job.state;
             let bodies = change(row)?;
-            let appended = prepare_events(&mut db, row, bodies, at).await?;
+            changed.push(Some(record_change(&mut db, row, bodies, at, &mut new_rows).await?));
             // While a job is unfinished, its dataset cannot be removed and its checkpoints cannot be registered, so only jobs that had
             // ended need these checks.
             if state.is_final() && !row.job.state.is_final() && row.job.external.is_none() {
                 datasets::require_dataset(&mut db, &row.job.spec.data.dataset).await?;
                 models::require_unregistered(&mut db, id, state, "run again").await?;
             }
-            let events = appended.iter().map(|new_row| new_row.row.clone()).collect();
-            changed.push(Some(ChangedJob { job: row.job.clone(), events }));
-            new_rows.extend(appended);
         }
         save(&mut db, &rows.values().collect::<Vec<_>>(), at).await?;
         events::insert(&mut db, &new_rows).await?;

@@ -8,10 +8,7 @@ use crate::store::{
     HistoryRows, Result,
     values::{from_json, time, uint},
 };
-use lockstep_protocol::{
-    job::{Job, Parent},
-    stream::Event,
-};
+use lockstep_protocol::{job::Job, stream::Event};
 use sqlx::{AssertSqlSafe, Row};
 
 /// Maximum number of changes of state, of alerts (the newest of each), of forks (the oldest) and of requests (the newest) in a history.
@@ -36,13 +33,6 @@ impl SqlStore {
             events.extend(self.list(query, event).await?);
         }
         events.sort_by_key(|event| event.seq);
-        let parent: Option<(String, String)> = sqlx::query_as(
-            "SELECT parent_job, parent_checkpoint FROM jobs WHERE id = $1 AND parent_job IS NOT NULL \
-             AND parent_checkpoint IS NOT NULL",
-        )
-        .bind(job.id.as_str())
-        .fetch_optional(&self.reader)
-        .await?;
         let query = format!(
             "{SELECT_JOBS} WHERE parent_job = $1 AND deleted_at IS NULL ORDER BY created_at, id LIMIT $2"
         );
@@ -63,11 +53,6 @@ impl SqlStore {
             requests = self.list(query, audit::entry).await?;
             requests.reverse();
         }
-        Ok(HistoryRows {
-            events,
-            parent: parent.map(|(job, checkpoint)| Parent { job, checkpoint }),
-            forks,
-            requests,
-        })
+        Ok(HistoryRows { events, forks, requests })
     }
 }

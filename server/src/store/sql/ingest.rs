@@ -1,12 +1,12 @@
 //! Stores reports as events. Reports are checked against stored rows in the same transaction.
 
-use super::{Connection, SqlStore, checkpoint_copies, events, jobs, layers, multi_row};
+use super::{Connection, SqlStore, checkpoint_copies, events, fencing_token, jobs, layers, multi_row};
 use crate::{
     lifecycle::{self, external},
     store::{
         AppendResult, ChangedJob, EventRow, IngestResult, JobRow, Place, RecordsChange, Report, Result,
         RunRecords, StoreError, unreadable,
-        values::{fault_point, int, job_id, read_fencing_token, to_u32, uint},
+        values::{fault_point, int, job_id, to_u32, uint},
     },
 };
 use lockstep_protocol::{
@@ -65,7 +65,7 @@ async fn read_attempts(db: &mut Connection, attempts: &[AttemptKey]) -> Result<H
             Entry::Vacant(entry) => {
                 let places: Vec<Place> = unreadable::json_or_default(id, "places", row.try_get("places")?);
                 entry.insert(Attempt {
-                    token: read_fencing_token(row.try_get("fencing_token")?, row.try_get("fencing_secret")?),
+                    token: fencing_token(&row)?,
                     agents: places.into_iter().map(|place| place.agent_id).collect(),
                     records: HashMap::new(),
                     updated_sources: BTreeSet::new(),
@@ -95,8 +95,7 @@ async fn acknowledge(db: &mut Connection, numbers: &[(&JobId, u32, SourceNumber,
     multi_row::execute(db, text, 4, numbers, |query, (job, attempt, source, records)| {
         Ok(query.bind(job.as_str()).bind(i64::from(*attempt)).bind(*source).bind(int(*records)))
     })
-    .await?;
-    Ok(())
+    .await
 }
 
 fn acknowledgement(attempt: AttemptRef, source: Source, records: u64) -> Acknowledged {
@@ -133,7 +132,6 @@ impl SqlStore {
             })
         });
         acknowledge(&mut db, &updated_sources.collect::<Vec<_>>()).await?;
-        fault_point("ingest.acknowledged")?;
         fault_point("ingest.commit")?;
         db.commit().await?;
         fault_point("ingest.committed")?;
@@ -198,8 +196,7 @@ async fn load(db: &mut Connection, reports: &[Report]) -> Result<HashMap<JobId, 
     let attempts: Vec<_> = attempts.into_iter().collect();
     let mut ids: Vec<_> = attempts.iter().map(|(job, _)| job.clone()).collect();
     ids.dedup();
-    let entry = |row: JobRow| {
-        let id = row.job.id.clone();
+    let entry = |(id, row): (JobId, JobRow)| {
         (id, LoadedJob { row, attempts: HashMap::new(), events: Vec::new(), first_report: None })
     };
     let mut loaded: HashMap<_, _> = jobs::load_all(db, &ids).await?.into_iter().map(entry).collect();

@@ -112,15 +112,17 @@ fn push_condition(query: &mut QueryBuilder<Db>, condition: &Condition) {
     query.push(")");
 }
 
+/// Adds a condition: `column`, an SQL expression, contains `text`. The case of letters does not matter.
+pub(super) fn push_contains(query: &mut QueryBuilder<Db>, column: &str, text: &str) {
+    query.push(format!("lower({column}) LIKE lower(")).push_bind(like_pattern(text)).push(") ESCAPE '!'");
+}
+
 /// Adds a condition: the name, a tag or the notes contain `text`.
 fn push_text(query: &mut QueryBuilder<Db>, text: &str) -> Result<()> {
-    let contains = |query: &mut QueryBuilder<Db>, column: &str, part: &str| {
-        query.push(format!("lower({column}) LIKE lower(")).push_bind(like_pattern(part)).push(") ESCAPE '!'");
-    };
     query.push(" AND (");
-    contains(query, "jobs.name", text);
+    push_contains(query, "jobs.name", text);
     query.push(" OR ");
-    contains(query, "annotations.notes", text);
+    push_contains(query, "annotations.notes", text);
     // Tags contain no commas.
     if !text.contains(',') {
         // Searches the JSON list without its brackets. Quotation marks in the text are escaped, so a match never extends
@@ -128,7 +130,7 @@ fn push_text(query: &mut QueryBuilder<Db>, text: &str) -> Result<()> {
         let escaped = json(&text)?;
         query.push(" OR ");
         let tags = "substr(annotations.tags, 2, length(annotations.tags) - 2)";
-        contains(query, tags, escaped.get(1..escaped.len() - 1).unwrap_or_default());
+        push_contains(query, tags, escaped.get(1..escaped.len() - 1).unwrap_or_default());
     }
     query.push(")");
     Ok(())
@@ -185,7 +187,8 @@ fn push_conditions(query: &mut QueryBuilder<Db>, filter: &JobFilter) -> Result<(
         query.push(")");
     }
     if let Some(name) = filter.name.as_deref().filter(|name| !name.is_empty()) {
-        query.push(" AND lower(jobs.name) LIKE lower(").push_bind(like_pattern(name)).push(") ESCAPE '!'");
+        query.push(" AND ");
+        push_contains(query, "jobs.name", name);
     }
     if let Some(text) = filter.text.as_deref().filter(|text| !text.is_empty()) {
         push_text(query, text)?;

@@ -1,14 +1,14 @@
 //! Jobs: reading, creating and changing rows.
 
-use super::{Connection, DbRow, SqlStore, checkpoint_copies, datasets, events, multi_row};
+use super::{
+    Connection, DbRow, SqlStore, checkpoint_copies, datasets, events, fencing_token, flag, multi_row,
+};
 use crate::{
     lifecycle,
     store::{
         Annotation, ChangedJob, CreateResult, JobRow, NewJob, Result, StoreError,
         unreadable::{self, json_or_default, read_spec},
-        values::{
-            fault_point, from_json, int, job_id, json, read_fencing_token, strip_nul, time, to_u32, uint,
-        },
+        values::{fault_point, from_json, int, job_id, json, strip_nul, time, to_u32, uint},
     },
 };
 use jiff::Timestamp;
@@ -17,6 +17,7 @@ use lockstep_protocol::{
     stream::EventBody,
 };
 use sqlx::Row;
+use std::collections::HashMap;
 
 /// Query for jobs with their tags, without notes. Notes may be long, so lists of jobs omit them.
 pub(super) const SELECT_JOBS: &str = "SELECT jobs.*, annotations.tags, CAST(NULL AS TEXT) AS notes FROM jobs \
@@ -47,16 +48,14 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     flaws.extend(flaw);
     spec.name = row.try_get("name")?;
     // The column decides who sees the job, even if the specification cannot be read.
-    spec.private = row.try_get::<i64, _>("private")? != 0;
+    spec.private = flag(row, "private")?;
     spec.parallel.ranks = to_u32(row.try_get("ranks")?);
     spec.project = row.try_get("project")?;
     let stored_state: String = row.try_get("state")?;
-    let fencing_token = row.try_get::<Option<i64>, _>("fencing_token")?;
-    let fencing_token = fencing_token
-        .map(|number| Ok::<_, StoreError>(read_fencing_token(number, row.try_get("fencing_secret")?)))
-        .transpose()?;
+    let is_live = row.try_get::<Option<i64>, _>("fencing_token")?.is_some();
+    let fencing_token = is_live.then(|| fencing_token(row)).transpose()?;
     // If the stored state is unknown to this version, a job with a live attempt is shown as running, because it holds slots.
-    let shown_state = if fencing_token.is_some() { JobState::Running } else { JobState::Failed };
+    let shown_state = if is_live { JobState::Running } else { JobState::Failed };
     let parsed_state = stored_state.parse::<JobState>();
     let unknown_state = parsed_state.is_err().then_some((stored_state, shown_state));
     if let Some((state, _)) = &unknown_state {
@@ -81,8 +80,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let trial = trial.map(|(sweep, number)| TrialOf { sweep, number: to_u32(number) });
     let external: Option<External> =
         optional("external")?.map(|text| json_or_default(&id, "external", &text));
-    let is_parent_private = row.try_get::<i64, _>("parent_private")? != 0;
-    let (private_parent, parent) = if is_parent_private { (parent, None) } else { (None, parent) };
+    let (private_parent, parent) = if flag(row, "parent_private")? { (parent, None) } else { (None, parent) };
     let job = Job {
         name: spec.name.clone(),
         failure: Failure::of(state, reason.as_deref(), cause.as_ref()),
@@ -138,14 +136,20 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     })
 }
 
-/// Loads a job; `None` if it does not exist or was deleted.
-pub(super) async fn load(db: &mut Connection, id: &JobId) -> Result<Option<JobRow>> {
-    Ok(load_all(db, std::slice::from_ref(id)).await?.pop())
+/// As [`job_row`], with the job's id.
+pub(super) fn job_with_id(row: &DbRow) -> Result<(JobId, JobRow)> {
+    let row = job_row(row)?;
+    Ok((row.job.id.clone(), row))
 }
 
-/// Loads jobs, in any order. Deleted jobs are left out.
-pub(super) async fn load_all(db: &mut Connection, ids: &[JobId]) -> Result<Vec<JobRow>> {
-    rows_of(db, SELECT_JOBS_WITH_NOTES, ids).await?.iter().map(job_row).collect()
+/// Loads a job; `None` if it does not exist or was deleted.
+pub(super) async fn load(db: &mut Connection, id: &JobId) -> Result<Option<JobRow>> {
+    Ok(load_all(db, std::slice::from_ref(id)).await?.remove(id))
+}
+
+/// Loads jobs. Deleted jobs are left out.
+pub(super) async fn load_all(db: &mut Connection, ids: &[JobId]) -> Result<HashMap<JobId, JobRow>> {
+    rows_of(db, SELECT_JOBS_WITH_NOTES, ids).await?.iter().map(job_with_id).collect()
 }
 
 /// The rows of `select` ([`SELECT_JOBS`] or [`SELECT_JOBS_WITH_NOTES`]) for jobs, in any order. Deleted jobs are left out.
@@ -206,8 +210,7 @@ pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -
             .bind(end.and_then(|end| end.reason.as_ref()).map(json).transpose()?)
             .bind(end.filter(|end| end.has_trained).map(|_| int(row.job.step))))
     })
-    .await?;
-    Ok(())
+    .await
 }
 
 /// Prepares the rows of new events of a job, which the caller inserts (`events::insert`). Stores written and removed checkpoints.
@@ -221,6 +224,20 @@ pub(super) async fn prepare_events(
         update_checkpoints(db, &row.job.id, body, at).await?;
     }
     events::new_rows(row, bodies, at)
+}
+
+/// Same as [`prepare_events`], but adds the rows to `new_rows`, and returns the changed job.
+pub(super) async fn record_change(
+    db: &mut Connection,
+    row: &mut JobRow,
+    bodies: Vec<EventBody>,
+    at: Timestamp,
+    new_rows: &mut Vec<events::NewRow>,
+) -> Result<ChangedJob> {
+    let appended = prepare_events(db, row, bodies, at).await?;
+    let events = appended.iter().map(|new_row| new_row.row.clone()).collect();
+    new_rows.extend(appended);
+    Ok(ChangedJob { job: row.job.clone(), events })
 }
 
 /// Updates the table of checkpoints after an event.

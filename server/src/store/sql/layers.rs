@@ -155,11 +155,8 @@ impl SqlStore {
     }
 
     pub async fn network(&self, job: &JobId) -> Result<Option<NetworkDescription>> {
-        let found: Option<String> = sqlx::query_scalar("SELECT description FROM networks WHERE job_id = $1")
-            .bind(job.as_str())
-            .fetch_optional(&self.reader)
-            .await?;
-        found.map(|text| from_json(&text)).transpose()
+        let query = sqlx::query("SELECT description FROM networks WHERE job_id = $1").bind(job.as_str());
+        self.find(query, |row| from_json(row.try_get("description")?)).await
     }
 }
 

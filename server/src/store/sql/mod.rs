@@ -32,11 +32,19 @@ mod sweeps;
 mod webhooks;
 
 use super::dialect::{
-    BEGIN_SNAPSHOT, BEGIN_WRITE, Connection, DATABASE_BYTES, Db, DbRow, LIKE, SOME_METRIC_CHUNKS,
+    BEGIN_SNAPSHOT, BEGIN_WRITE, Connection, DATABASE_BYTES, Db, DbRow, FIRST_METRIC_CHUNKS, LIKE,
     USE_LOG_INDEX, USE_METRICS_INDEX,
 };
-use crate::store::{Result, StoreError, sqlite::Lock, unreadable::readable};
-use sqlx::{Database, Pool, Transaction};
+use crate::store::{
+    Result, StoreError,
+    sqlite::Lock,
+    unreadable::readable,
+    values::{from_json, new_fencing_token, time, uint},
+};
+use jiff::Timestamp;
+use lockstep_protocol::agent::FencingToken;
+use serde::de::DeserializeOwned;
+use sqlx::{Database, Pool, Row, Transaction};
 use std::sync::Arc;
 
 /// A statement with its parameters.
@@ -50,6 +58,27 @@ pub struct SqlStore {
     pub(in crate::store) reader: Pool<Db>,
     /// The lock file of an SQLite database, which is locked while the store exists.
     pub(in crate::store) lock: Option<Arc<Lock>>,
+}
+
+/// A boolean, which both databases store as an integer.
+fn flag(row: &DbRow, column: &str) -> Result<bool> {
+    Ok(row.try_get::<i64, _>(column)? != 0)
+}
+
+/// The fencing token in the columns `fencing_token` and `fencing_secret`. A damaged secret is replaced by a random secret, so that no agent
+/// knows the token.
+fn fencing_token(row: &DbRow) -> Result<FencingToken> {
+    let number = uint(row.try_get("fencing_token")?);
+    let token = FencingToken::of(number, row.try_get("fencing_secret")?);
+    Ok(token.unwrap_or_else(|| new_fencing_token(number)))
+}
+
+fn optional_json<T: DeserializeOwned>(row: &DbRow, column: &str) -> Result<Option<T>> {
+    row.try_get::<Option<&str>, _>(column)?.map(from_json).transpose()
+}
+
+fn optional_time(row: &DbRow, column: &str) -> Result<Option<Timestamp>> {
+    row.try_get::<Option<i64>, _>(column)?.map(time).transpose()
 }
 
 impl SqlStore {

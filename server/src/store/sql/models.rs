@@ -1,6 +1,6 @@
 //! Registered models: versions, which name checkpoints, and aliases, which name versions.
 
-use super::{Connection, DbRow, SqlStore, jobs::load, people::ownership};
+use super::{Connection, DbRow, SqlStore, jobs::load, optional_json, people::ownership};
 use crate::{
     lifecycle::Refusal,
     store::{
@@ -27,7 +27,6 @@ const SELECT_VERSIONS: &str = "SELECT v.*, jobs.name AS job_name, jobs.project, 
     LEFT JOIN checkpoints c ON c.id = v.checkpoint_id WHERE v.deleted_at IS NULL";
 
 fn version(row: &DbRow) -> Result<VersionRow> {
-    let text = |column: &str| row.try_get::<Option<String>, _>(column);
     let spec = read_spec(row.try_get("spec")?).0;
     let version = ModelVersion {
         model: row.try_get("model")?,
@@ -39,13 +38,13 @@ fn version(row: &DbRow) -> Result<VersionRow> {
         project: row.try_get("project")?,
         val_accuracy: row.try_get("val_accuracy")?,
         val_loss: row.try_get("val_loss")?,
-        validation: text("validation")?.as_deref().map(from_json).transpose()?,
+        validation: optional_json(row, "validation")?,
         sharded: spec.checkpoint.sharded,
         dataset: spec.data.dataset,
-        dataset_fingerprint: text("dataset_fingerprint")?.as_deref().map(from_json).transpose()?,
+        dataset_fingerprint: optional_json(row, "dataset_fingerprint")?,
         programs: from_json(row.try_get("programs")?)?,
         description: row.try_get("description")?,
-        registered_by: text("registered_by")?,
+        registered_by: row.try_get("registered_by")?,
         registered_at: time(row.try_get("registered_at")?)?,
     };
     Ok(VersionRow { version, ownership: ownership(row)? })

@@ -1,6 +1,6 @@
 //! People, and owners of jobs and datasets.
 
-use super::{DbRow, SqlStore};
+use super::{DbRow, SqlStore, flag, optional_time};
 use crate::store::{
     Ownership, PersonRow, Result, StoreError,
     values::{strip_nul, time},
@@ -15,14 +15,13 @@ use sqlx::Row;
 fn person(row: &DbRow) -> Result<PersonRow> {
     let name: String = row.try_get("name")?;
     let role: String = row.try_get("role")?;
-    let disabled_at: Option<i64> = row.try_get("disabled_at")?;
     let issuer: Option<String> = row.try_get("issuer")?;
     let subject: Option<String> = row.try_get("subject")?;
     let person = Person {
         // A person with an unknown role, written by another version, cannot sign in.
         role: role.parse().map_err(|error| StoreError::Corrupt(format!("person {name:?}: {error}")))?,
         created_at: time(row.try_get("created_at")?)?,
-        disabled_at: disabled_at.map(time).transpose()?,
+        disabled_at: optional_time(row, "disabled_at")?,
         identity: issuer.zip(subject).map(|(issuer, subject)| Identity { issuer, subject }),
         name,
     };
@@ -31,7 +30,7 @@ fn person(row: &DbRow) -> Result<PersonRow> {
 
 /// The columns `owner` and `private` of a job, dataset or sweep.
 pub(super) fn ownership(row: &DbRow) -> Result<Ownership> {
-    Ok(Ownership { owner: row.try_get("owner")?, private: row.try_get::<i64, _>("private")? != 0 })
+    Ok(Ownership { owner: row.try_get("owner")?, private: flag(row, "private")? })
 }
 
 impl SqlStore {

@@ -1,7 +1,7 @@
 //! Incremental removal of deleted jobs' rows, and of points that are in chunks. A run of a week has millions of rows. A single statement
 //! that removes all of them would delay all other writers, or exceed the database's time limit.
 
-use super::{Connection, SOME_METRIC_CHUNKS, SqlStore};
+use super::{Connection, FIRST_METRIC_CHUNKS, SqlStore};
 use crate::store::{
     Result,
     values::{job_id, uint},
@@ -27,8 +27,8 @@ impl SqlStore {
 
     pub async fn oldest_job_with_points(
         &self,
-        before: Timestamp,
-        after: Option<&JobId>,
+        ended_before: Timestamp,
+        after_job: Option<&JobId>,
     ) -> Result<Option<JobId>> {
         let id: Option<String> = sqlx::query_scalar(
             "SELECT id FROM jobs WHERE state IN ('succeeded', 'failed', 'cancelled') AND deleted_at IS NULL \
@@ -36,8 +36,8 @@ impl SqlStore {
              AND ($2 IS NULL OR (created_at, id) > (SELECT created_at, id FROM jobs WHERE id = $2)) \
              ORDER BY created_at, id LIMIT 1",
         )
-        .bind(before.as_millisecond())
-        .bind(after.map(JobId::as_str))
+        .bind(ended_before.as_millisecond())
+        .bind(after_job.map(JobId::as_str))
         .fetch_optional(&self.reader)
         .await?;
         id.as_deref().map(job_id).transpose()
@@ -64,27 +64,28 @@ impl SqlStore {
         id.as_deref().map(job_id).transpose()
     }
 
-    pub async fn purge_deleted(&self, id: &JobId) -> Result<()> {
+    pub async fn purge_some_rows(&self, id: &JobId) -> Result<()> {
         let id = id.as_str();
         let events = "DELETE FROM events WHERE job_id = $1 AND seq <= (SELECT max(seq) FROM \
             (SELECT seq FROM events WHERE job_id = $1 ORDER BY seq LIMIT $2) AS first)";
-        let chunks = format!("DELETE FROM metric_chunks WHERE {SOME_METRIC_CHUNKS}");
+        let chunks = format!("DELETE FROM metric_chunks WHERE {FIRST_METRIC_CHUNKS}");
         // Removes the histograms of all layers of a step.
         let histograms = "DELETE FROM histograms WHERE job_id = $1 \
             AND step = (SELECT min(step) FROM histograms WHERE job_id = $1)";
-        // Removes the rows of all sources of an attempt.
-        let sources = "DELETE FROM acknowledged WHERE job_id = $1 \
+        // Removes the numbers of acknowledged records of the oldest attempt, one row for each rank or agent that has reported.
+        let acknowledged = "DELETE FROM acknowledged WHERE job_id = $1 \
             AND attempt = (SELECT min(attempt) FROM acknowledged WHERE job_id = $1)";
         let mut db = self.begin().await?;
         for (query, rows) in [
             (events, Some(MAX_EVENTS)),
             (chunks.as_str(), Some(MAX_CHUNKS)),
             (histograms, None),
-            (sources, None),
+            (acknowledged, None),
         ] {
             let query = sqlx::query(AssertSqlSafe(query)).bind(id);
             let query = rows.into_iter().fold(query, |query, rows| query.bind(rows));
             if query.execute(&mut *db).await?.rows_affected() > 0 {
+                // The caller calls again until the job's row is deleted.
                 return Ok(db.commit().await?);
             }
         }

@@ -2,51 +2,24 @@
 
 use super::{
     SqlStore,
-    jobs::{SELECT_JOBS, job_row, rows_of},
+    jobs::{SELECT_JOBS, job_with_id, rows_of},
 };
 use crate::{
     config::FairShare,
     store::{
-        JobRow, QueuePlace, Result, ShareUse, WaitingFingerprint,
+        JobRow, Result, ShareUse, WaitingFingerprint,
         unreadable::readable,
         values::{job_id, uint},
     },
 };
 use lockstep_protocol::job::JobId;
-use sqlx::{AssertSqlSafe, Row};
+use sqlx::AssertSqlSafe;
 use std::collections::HashMap;
 
-/// Maximum number of jobs on a page.
-const PAGE_SIZE: i64 = 1000;
-
 impl SqlStore {
-    pub async fn waiting_jobs(&self, from: &QueuePlace) -> Result<(Vec<JobRow>, Option<QueuePlace>)> {
-        let query = format!(
-            "{SELECT_JOBS} WHERE state IN ('queued', 'restarting', 'lost') AND deleted_at IS NULL \
-             AND (priority < $1 OR (priority = $1 AND (created_at, id) > ($2, $3))) \
-             ORDER BY priority DESC, created_at, id LIMIT $4"
-        );
-        let rows = sqlx::query(AssertSqlSafe(query))
-            .bind(from.priority)
-            .bind(from.created_at)
-            .bind(from.job.as_str())
-            .bind(PAGE_SIZE)
-            .fetch_all(&self.reader)
-            .await?;
-        let next = match rows.last() {
-            Some(last) if uint(PAGE_SIZE) == rows.len() as u64 => Some(QueuePlace {
-                priority: last.try_get("priority")?,
-                created_at: last.try_get("created_at")?,
-                job: last.try_get("id")?,
-            }),
-            _ => None,
-        };
-        Ok((readable(rows.iter().map(job_row)), next))
-    }
-
-    pub async fn jobs_by_id(&self, ids: &[JobId]) -> Result<Vec<JobRow>> {
+    pub async fn jobs_by_id(&self, ids: &[JobId]) -> Result<HashMap<JobId, JobRow>> {
         let rows = rows_of(&mut *self.reader.acquire().await?, SELECT_JOBS, ids).await?;
-        Ok(readable(rows.iter().map(job_row)))
+        Ok(readable(rows.iter().map(job_with_id)).into_iter().collect())
     }
 
     pub async fn waiting_fingerprints(&self) -> Result<HashMap<JobId, WaitingFingerprint>> {

@@ -1,9 +1,9 @@
 //! Queries for events, metrics, logs, reports of ranks, checkpoints, unfinished jobs, and counts for monitoring.
 
 use super::{
-    BEGIN_SNAPSHOT, DATABASE_BYTES, DbRow, LIKE, SqlStore, USE_LOG_INDEX, USE_METRICS_INDEX,
+    BEGIN_SNAPSHOT, DATABASE_BYTES, DbRow, LIKE, SqlStore, USE_LOG_INDEX, USE_METRICS_INDEX, flag,
     jobs::{SELECT_JOBS, job_row, like_pattern},
-    multi_row,
+    multi_row, optional_json,
     pages::bounded,
 };
 use crate::store::{
@@ -67,12 +67,8 @@ fn checkpoint_row(row: &DbRow) -> Result<CheckpointRow> {
             step: uint(row.try_get("step")?),
             val_accuracy: row.try_get("val_accuracy")?,
             val_loss: row.try_get("val_loss")?,
-            validation: row
-                .try_get::<Option<String>, _>("validation")?
-                .as_deref()
-                .map(from_json)
-                .transpose()?,
-            best: row.try_get::<i64, _>("best")? != 0,
+            validation: optional_json(row, "validation")?,
+            best: flag(row, "best")?,
             size_bytes: uint(row.try_get("size_bytes")?),
         },
         created_at: time(row.try_get("created_at")?)?,

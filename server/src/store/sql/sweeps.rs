@@ -3,6 +3,7 @@
 use super::{
     Connection, DbRow, SqlStore,
     jobs::{SELECT_JOBS, job_row},
+    optional_time,
     people::ownership,
 };
 use crate::{
@@ -39,7 +40,7 @@ fn sweep(row: &DbRow) -> Result<SweepRow> {
         reason: row.try_get("reason")?,
         ownership: ownership(row)?,
         created_at: time(row.try_get("created_at")?)?,
-        finished_at: row.try_get::<Option<i64>, _>("finished_at")?.map(time).transpose()?,
+        finished_at: optional_time(row, "finished_at")?,
     })
 }
 
@@ -103,9 +104,9 @@ impl SqlStore {
     }
 
     pub async fn sweep_specs(&self, id: &str) -> Result<Vec<JobSpec>> {
-        let query = sqlx::query_scalar("SELECT specs FROM sweeps WHERE id = $1").bind(strip_nul(id));
-        let specs: Option<String> = query.fetch_optional(&self.reader).await?;
-        specs.map_or_else(|| Ok(Vec::new()), |specs| from_json(&specs))
+        let query = sqlx::query("SELECT specs FROM sweeps WHERE id = $1").bind(strip_nul(id));
+        let specs = self.find(query, |row| from_json(row.try_get("specs")?)).await?;
+        Ok(specs.unwrap_or_default())
     }
 
     pub async fn set_sweep_state(

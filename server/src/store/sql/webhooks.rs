@@ -1,7 +1,7 @@
 //! Webhooks and their messages. A message is queued in the transaction that changes the job's state or stores the alert, so that a message
 //! exists exactly if the transaction was committed.
 
-use super::{Connection, DbRow, SqlStore, multi_row};
+use super::{Connection, DbRow, SqlStore, flag, multi_row, optional_time};
 use crate::store::{
     Delivery, JobRow, Result, StoreError, Webhook, WebhookEvent, WebhookRow,
     unreadable::readable,
@@ -114,8 +114,7 @@ pub(super) async fn enqueue(db: &mut Connection, notices: &[&Notice]) -> Result<
             .bind(now)
             .bind(now))
     })
-    .await?;
-    Ok(())
+    .await
 }
 
 fn webhook(row: &DbRow) -> Result<WebhookRow> {
@@ -126,7 +125,7 @@ fn webhook(row: &DbRow) -> Result<WebhookRow> {
         url: row.try_get("url")?,
         project: row.try_get("project")?,
         events: from_json(row.try_get("events")?)?,
-        enabled: row.try_get::<i64, _>("enabled")? != 0,
+        enabled: flag(row, "enabled")?,
         created_at: time(row.try_get("created_at")?)?,
         id,
     };
@@ -141,7 +140,7 @@ fn delivery(row: &DbRow) -> Result<Delivery> {
         event: row.try_get("event")?,
         payload: row.try_get("payload")?,
         created_at: time(row.try_get("created_at")?)?,
-        next_at: row.try_get::<Option<i64>, _>("next_at")?.map(time).transpose()?,
+        next_at: optional_time(row, "next_at")?,
         attempts: from_json(row.try_get("attempts")?)?,
     })
 }

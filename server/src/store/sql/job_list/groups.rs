@@ -7,8 +7,8 @@ use super::{
     ColumnType, push_conditions, push_tag, setting_expression, sort_expression,
 };
 use crate::store::{
-    GroupBy, GroupRow, GroupValue, JobFilter, Result, RunningStatistics, SettingKind, SortBy, StoreError,
-    values::{strip_nul, time},
+    GroupBy, GroupRow, GroupValue, JobFilter, Result, RunningStatistics, SettingKind, SortBy,
+    values::{json, strip_nul, time},
 };
 use futures_util::TryStreamExt;
 use lockstep_protocol::job::JobState;
@@ -128,7 +128,7 @@ impl SqlStore {
             let criteria = criteria.iter().enumerate();
             let lists = criteria.map(|(n, criterion)| values(&row, *criterion, &format!("by_{n}")));
             for values in cartesian_product(lists.collect::<Result<_>>()?) {
-                let key = serde_json::to_string(&values).map_err(|e| StoreError::Corrupt(e.to_string()))?;
+                let key = json(&values)?;
                 let index = *indices.entry(key).or_insert(found.len());
                 if index == found.len() {
                     if found.len() == max_groups {
@@ -140,9 +140,11 @@ impl SqlStore {
                 let Some(group) = found.get_mut(index) else { continue };
                 group.newest_at = group.newest_at.max(created_at);
                 *group.states.entry(state.as_str()).or_default() += 1;
-                for (n, (spread, (_, column_type, _))) in group.metrics.iter_mut().zip(&metrics).enumerate() {
+                for (n, (statistics, (_, column_type, _))) in
+                    group.metrics.iter_mut().zip(&metrics).enumerate()
+                {
                     if let Some(value) = metric_value(&row, &format!("metric_{n}"), column_type)? {
-                        spread.add(value);
+                        statistics.add(value);
                     }
                 }
             }

@@ -1,7 +1,7 @@
 //! Confirms that an object store is the store that the database knows. Before the confirmation, nothing is written to the store, and
 //! checkpoints that the store does not have do not count as lost.
 
-use super::ArtifactStore;
+use super::ObjectStoreState;
 use crate::{
     checkpoints::object_storage::Unusable,
     store::{Store, StoreError},
@@ -17,11 +17,10 @@ impl From<StoreError> for Unusable {
     }
 }
 
-impl ArtifactStore {
-    /// Notes that the store could be used when the server started.
-    pub(crate) fn note_usable(&self) {
-        // Fails if the cell is set already.
-        let _ = self.usable.set(());
+impl ObjectStoreState {
+    /// Checks that the store can be used. After the first success, this needs no request.
+    pub(crate) async fn check(&self) -> Result<(), Unusable> {
+        self.usable.get_or_try_init(|| self.storage.check()).await.copied()
     }
 
     /// Confirms that the store can be used and is the store that the database knows. After the first success, this needs a single request.
@@ -29,7 +28,7 @@ impl ArtifactStore {
     /// # Errors
     /// The store cannot be used, or is another store.
     pub(crate) async fn confirm(&self, database: &dyn Store) -> Result<(), Unusable> {
-        self.usable.get_or_try_init(|| self.storage.check()).await?;
+        self.check().await?;
         let expected = self.marker.get_or_try_init(|| self.identify(database)).await?;
         match self.storage.marker().await? {
             Some(marker) if marker == *expected => Ok(()),
@@ -41,7 +40,7 @@ impl ArtifactStore {
     /// identity.
     async fn identify(&self, database: &dyn Store) -> Result<String, Unusable> {
         let url = self.storage.url();
-        let known = database.artifact_marker(url).await?;
+        let known = database.object_store_marker(url).await?;
         if let Some(known) = known.as_ref().filter(|known| !known.is_restored) {
             return Ok(known.marker.clone());
         }
@@ -63,7 +62,7 @@ impl ArtifactStore {
                 own.to_string()
             }
         };
-        database.put_artifact_marker(url, &marker).await?;
+        database.put_object_store_marker(url, &marker).await?;
         Ok(marker)
     }
 
@@ -76,7 +75,7 @@ impl ArtifactStore {
         let own = Uuid::new_v4();
         // The database is written first, because if the server is killed here, the next start knows which marker the store should have.
         database.replace_restored_marker(found, &own.to_string()).await?;
-        database.put_artifact_marker(self.storage.url(), &own.to_string()).await?;
+        database.put_object_store_marker(self.storage.url(), &own.to_string()).await?;
         self.storage.write_marker(own).await?;
         tracing::warn!(
             url = self.storage.url(),

@@ -1,4 +1,4 @@
-//! The object store of this server, and its state in memory: the queue of `artifact_sync.rs`, running fetches, and failures. The database
+//! The object store of this server, and its state in memory: the queue of `object_store_sync.rs`, running fetches, and failures. The database
 //! has the list of the copies in the object store.
 
 mod confirm;
@@ -26,7 +26,7 @@ const CONCURRENT_CHECKS: usize = 2;
 
 /// Why a checkpoint could not be fetched from the object store.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum NotFetched {
+pub(crate) enum FetchError {
     #[error("the store does not have the complete checkpoint")]
     Missing,
     /// The files in the store do not match the manifest.
@@ -40,7 +40,7 @@ pub(crate) enum NotFetched {
 }
 
 /// The outcome of a fetch. `None` while the fetch runs.
-pub(crate) type FetchOutcome = Option<Result<(), NotFetched>>;
+pub(crate) type FetchOutcome = Option<Result<(), FetchError>>;
 
 /// A fetch that runs or has ended.
 #[derive(Debug, Clone)]
@@ -54,7 +54,7 @@ pub(crate) struct Fetch {
 
 /// The object store of this server, with its queue of uploads and deletions and its fetches.
 #[derive(Debug)]
-pub(crate) struct ArtifactStore {
+pub(crate) struct ObjectStoreState {
     pub(crate) storage: ObjectStorage,
     /// Whether the store may be taken over from another server (`--artifacts-adopt`).
     adopts: bool,
@@ -95,7 +95,7 @@ struct Queue {
     busy: HashSet<String>,
 }
 
-impl ArtifactStore {
+impl ObjectStoreState {
     /// Creates the state of a store, without a request to the store.
     pub(crate) fn new(storage: ObjectStorage, adopts: bool) -> Self {
         Self {
@@ -135,7 +135,7 @@ impl ArtifactStore {
         }
     }
 
-    /// Takes the next checkpoint from the queue. No other caller gets the checkpoint before [`ArtifactStore::finish`].
+    /// Takes the next checkpoint from the queue. No other caller gets the checkpoint before [`ObjectStoreState::finish`].
     pub(crate) fn take_next(&self) -> Option<String> {
         let mut queue = lock(&self.queue);
         let id = queue.waiting.iter().rev().find(|id| !queue.busy.contains(*id))?.clone();
@@ -144,7 +144,7 @@ impl ArtifactStore {
         Some(id)
     }
 
-    /// Notes that a checkpoint from [`ArtifactStore::take_next`] is no longer being processed.
+    /// Notes that a checkpoint from [`ObjectStoreState::take_next`] is no longer being processed.
     pub(crate) fn finish(&self, id: &str) {
         lock(&self.queue).busy.remove(id);
         self.queue_changed.notify_waiters();
@@ -156,7 +156,7 @@ impl ArtifactStore {
     }
 
     /// The fetch of a checkpoint that runs or has just failed. Otherwise a new fetch, with a sender. The caller must then run the fetch and
-    /// end it with [`ArtifactStore::end_fetch`].
+    /// end it with [`ObjectStoreState::end_fetch`].
     pub(crate) fn join_or_start_fetch(&self, id: &str) -> (Fetch, Option<watch::Sender<FetchOutcome>>) {
         let mut fetches = lock(&self.fetches);
         let failures = fetches.get(id).map_or(0, |fetch| fetch.failures);
@@ -193,7 +193,7 @@ impl ArtifactStore {
         &self,
         id: &str,
         sender: &watch::Sender<FetchOutcome>,
-        outcome: Result<(), NotFetched>,
+        outcome: Result<(), FetchError>,
     ) {
         if let Some(fetch) = lock(&self.fetches).get_mut(id) {
             fetch.changed_at = Instant::now();

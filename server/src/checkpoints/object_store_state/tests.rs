@@ -1,13 +1,14 @@
 use super::*;
 
-fn store(dir: &std::path::Path) -> ArtifactStore {
-    ArtifactStore::new(ObjectStorage::open(dir.to_str().unwrap()).unwrap(), false)
+/// An object store in a directory that is removed at once, because these tests use only the state in memory.
+fn store() -> ObjectStoreState {
+    let dir = tempfile::tempdir().unwrap();
+    ObjectStoreState::new(ObjectStorage::open(dir.path().to_str().unwrap()).unwrap(), false)
 }
 
 #[test]
 fn the_newest_checkpoint_is_uploaded_first_and_by_one_worker() {
-    let dir = tempfile::tempdir().unwrap();
-    let store = store(dir.path());
+    let store = store();
     for id in ["old", "new", "old", "newest"] {
         store.queue(id);
     }
@@ -30,8 +31,7 @@ fn the_newest_checkpoint_is_uploaded_first_and_by_one_worker() {
 
 #[test]
 fn waiting_and_uploading_checkpoints_count_as_uploading() {
-    let dir = tempfile::tempdir().unwrap();
-    let store = store(dir.path());
+    let store = store();
     assert!(!store.is_uploading("a"));
     store.queue("a");
     assert!(store.is_uploading("a"));
@@ -43,14 +43,13 @@ fn waiting_and_uploading_checkpoints_count_as_uploading() {
 
 #[test]
 fn a_running_fetch_is_shared() {
-    let dir = tempfile::tempdir().unwrap();
-    let store = store(dir.path());
+    let store = store();
     let (_, sender) = store.join_or_start_fetch("a");
     let sender = sender.expect("the first caller fetches");
     let (joined, no_sender) = store.join_or_start_fetch("a");
     assert!(no_sender.is_none() && joined.outcome.borrow().is_none());
-    store.end_fetch("a", &sender, Err(NotFetched::Missing));
-    assert_eq!(*joined.outcome.borrow(), Some(Err(NotFetched::Missing)));
+    store.end_fetch("a", &sender, Err(FetchError::Missing));
+    assert_eq!(*joined.outcome.borrow(), Some(Err(FetchError::Missing)));
     drop(sender);
     let (again, no_sender) = store.join_or_start_fetch("a");
     assert!(no_sender.is_none() && again.outcome.borrow().is_some(), "a failure is not tried again at once");
@@ -65,14 +64,13 @@ fn the_pause_after_a_failed_fetch_doubles_up_to_a_minute() {
     let seconds = |failures| FETCH_RETRY.pause_after(failures).as_secs();
     assert_eq!([1, 2, 3, 4, 5, 6].map(seconds), [3, 6, 12, 24, 48, 60]);
     assert_eq!(seconds(u32::MAX), 60);
-    let dir = tempfile::tempdir().unwrap();
-    let store = store(dir.path());
+    let store = store();
     let (_, sender) = store.join_or_start_fetch("a");
-    store.end_fetch("a", &sender.unwrap(), Err(NotFetched::Missing));
+    store.end_fetch("a", &sender.unwrap(), Err(FetchError::Missing));
     assert_eq!(store.join_or_start_fetch("a").0.failures, 1);
     lock(&store.fetches).get_mut("a").unwrap().changed_at -= FETCH_RETRY.first;
     let (_, sender) = store.join_or_start_fetch("a");
-    store.end_fetch("a", &sender.expect("it can be fetched again"), Err(NotFetched::Missing));
+    store.end_fetch("a", &sender.expect("it can be fetched again"), Err(FetchError::Missing));
     lock(&store.fetches).get_mut("a").unwrap().changed_at -= FETCH_RETRY.first;
     let (failed, no_sender) = store.join_or_start_fetch("a");
     assert!(no_sender.is_none() && failed.failures == 2, "the pause is longer now");
@@ -80,8 +78,7 @@ fn the_pause_after_a_failed_fetch_doubles_up_to_a_minute() {
 
 #[test]
 fn a_failing_store_is_reported_once_until_it_works_again() {
-    let dir = tempfile::tempdir().unwrap();
-    let store = store(dir.path());
+    let store = store();
     let begins = |kind| store.note_failure(kind, "the disk is full");
     let ends = |kind| store.note_success(kind);
     assert!(!ends(RequestKind::Write), "there was no failure yet");
@@ -93,11 +90,4 @@ fn a_failing_store_is_reported_once_until_it_works_again() {
     // If reading failed, any success ends the failure.
     assert!(begins(RequestKind::Other) && ends(RequestKind::Other));
     assert!(begins(RequestKind::Other) && ends(RequestKind::Write));
-}
-
-#[test]
-fn the_message_of_a_damaged_copy_says_what_is_damaged() {
-    let how = "the bytes of its state.json are not those that were written";
-    let damaged = NotFetched::Damaged(how.into()).to_string();
-    assert_eq!(damaged, format!("the checkpoint in the store is damaged: {how}"));
 }

@@ -2,11 +2,10 @@
 //! prediction, a fork, or the next attempt of a job.
 
 use super::{
-    Checkpoints, Wait,
-    artifact_store::{ArtifactStore, Fetch, FetchOutcome, NotFetched, RequestKind},
-    disk_checks, folder_name_of,
+    Checkpoints, Wait, disk_checks, folder_name_of,
     manifest::{MANIFEST, ManifestFile, Verifier},
     object_storage::{Prefix, describe},
+    object_store_state::{Fetch, FetchError, FetchOutcome, ObjectStoreState, RequestKind},
 };
 use crate::{
     store::{self, CheckpointRow, Copies},
@@ -32,7 +31,7 @@ pub(crate) const CHECK_TIMEOUT: Duration = Duration::from_millis(500);
 /// Name of the folder, in a job's folder, of checkpoints that are being fetched.
 const FETCHING: &str = "fetched";
 
-impl From<object_store::Error> for NotFetched {
+impl From<object_store::Error> for FetchError {
     fn from(error: object_store::Error) -> Self {
         match error {
             object_store::Error::NotFound { .. } => Self::Missing,
@@ -41,22 +40,18 @@ impl From<object_store::Error> for NotFetched {
     }
 }
 
-impl From<io::Error> for NotFetched {
+impl From<io::Error> for FetchError {
     fn from(error: io::Error) -> Self {
         Self::Disk(error.to_string())
     }
 }
 
-type Result<T> = std::result::Result<T, NotFetched>;
+type Result<T> = std::result::Result<T, FetchError>;
 
 /// The fetch of a checkpoint that is not on this disk. Starts a fetch if none runs. `None` if the checkpoint is on the disk, or is not in
 /// the store.
-pub(crate) fn fetch(
-    checkpoints: &Arc<Checkpoints>,
-    row: &CheckpointRow,
-    copies: Option<&Copies>,
-) -> Option<Fetch> {
-    if !copies.is_some_and(Copies::may_be_fetched) || checkpoints.folder(row).exists() {
+pub(crate) fn fetch(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow, copies: &Copies) -> Option<Fetch> {
+    if !copies.may_be_fetched() || checkpoints.folder(row).exists() {
         return None;
     }
     begin_fetch(checkpoints, row, None).map(|(fetch, _)| fetch)
@@ -68,10 +63,10 @@ pub(crate) fn fetch(
 pub(crate) fn check(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
-    copies: Option<&Copies>,
+    copies: &Copies,
     waiting_job: Option<&Job>,
 ) -> Option<(Fetch, bool)> {
-    if !copies.is_some_and(Copies::is_stored) || !checkpoints.folder(row).exists() {
+    if !copies.is_stored() || !checkpoints.folder(row).exists() {
         return None;
     }
     begin_fetch(checkpoints, row, waiting_job)
@@ -82,9 +77,9 @@ pub(crate) fn check(
 pub(crate) async fn fetch_if_incomplete(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
-    copies: Option<&Copies>,
+    copies: &Copies,
 ) -> Option<Fetch> {
-    if !copies.is_some_and(Copies::is_stored) {
+    if !copies.is_stored() {
         return None;
     }
     let folder = checkpoints.folder(row);
@@ -102,31 +97,31 @@ fn begin_fetch(
     row: &CheckpointRow,
     waiting_job: Option<&Job>,
 ) -> Option<(Fetch, bool)> {
-    let artifacts = checkpoints.artifact_store.clone()?;
-    let (fetch, sender) = artifacts.join_or_start_fetch(&row.id);
+    let object_store = checkpoints.object_store.clone()?;
+    let (fetch, sender) = object_store.join_or_start_fetch(&row.id);
     let is_new = sender.is_some();
     if let Some(sender) = sender {
         let (checkpoints, row) = (Arc::clone(checkpoints), row.clone());
         let waiting_attempt = waiting_job.map(|job| (job.id.clone(), job.attempt));
         checkpoints.tasks.clone().spawn(async move {
-            let mut outcome = ensure_undamaged(&checkpoints, &artifacts, &row).await;
+            let mut outcome = ensure_undamaged(&checkpoints, &object_store, &row).await;
             // The checkpoint is not lost if this is not the object store to which it was uploaded.
-            if let Err(NotFetched::Missing | NotFetched::Damaged(_)) = outcome
-                && let Err(unusable) = artifacts.confirm(&*checkpoints.store).await
+            if let Err(FetchError::Missing | FetchError::Damaged(_)) = outcome
+                && let Err(unusable) = object_store.confirm(&*checkpoints.store).await
             {
-                outcome = Err(NotFetched::ObjectStoreUnavailable(unusable.why));
+                outcome = Err(FetchError::ObjectStoreUnavailable(unusable.why));
             }
             match &outcome {
                 Ok(()) => {
                     if let Some(attempt) = waiting_attempt {
-                        artifacts.note_checked(&row.id, attempt);
+                        object_store.note_checked(&row.id, attempt);
                     }
                 }
                 // Logged once and not for each fetch, because a waiting job fetches again and again.
-                Err(NotFetched::ObjectStoreUnavailable(why)) => drop(artifacts.note_failure(RequestKind::Other, why)),
+                Err(FetchError::ObjectStoreUnavailable(why)) => drop(object_store.note_failure(RequestKind::Other, why)),
                 Err(why) => tracing::warn!(checkpoint = row.id, %why, "a checkpoint cannot be fetched from the object store"),
             }
-            artifacts.end_fetch(&row.id, &sender, outcome);
+            object_store.end_fetch(&row.id, &sender, outcome);
             // A job may start now.
             checkpoints.agents.leases.wake_dispatch();
         });
@@ -138,12 +133,12 @@ fn begin_fetch(
 /// or damaged.
 async fn ensure_undamaged(
     checkpoints: &Checkpoints,
-    artifacts: &ArtifactStore,
+    object_store: &ObjectStoreState,
     row: &CheckpointRow,
 ) -> Result<()> {
     let folder = checkpoints.folder(row);
     if folder.exists() {
-        let _permit = artifacts.check_permits.acquire().await;
+        let _permit = object_store.check_permits.acquire().await;
         // A disk error is not fatal here, because the process that reads the checkpoint reports the error.
         let consequence = "fetched from the object store";
         if let Err(error) = disk_checks::set_damaged_aside(checkpoints, row, consequence).await {
@@ -153,12 +148,12 @@ async fn ensure_undamaged(
             return Ok(());
         }
     }
-    let _permit = artifacts.fetch_permits.acquire().await;
-    let fetched = fetch_now(checkpoints, artifacts, row).await;
+    let _permit = object_store.fetch_permits.acquire().await;
+    let fetched = fetch_now(checkpoints, object_store, row).await;
     if fetched.is_err() {
         remove_partial(checkpoints, row).await;
     } else {
-        artifacts.note_success(RequestKind::Other);
+        object_store.note_success(RequestKind::Other);
         tracing::info!(checkpoint = row.id, "a checkpoint was fetched from the object store");
     }
     fetched
@@ -180,18 +175,18 @@ pub(crate) enum Availability {
 pub(crate) async fn find_availability(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
-    copies: Option<&Copies>,
+    copies: &Copies,
     waiting_job: &Job,
     check_deadline: Instant,
 ) -> store::Result<Availability> {
-    let Some(artifacts) = &checkpoints.artifact_store else { return Ok(Availability::Here) };
+    let Some(object_store) = &checkpoints.object_store else { return Ok(Availability::Here) };
     let waits = |failed: Option<String>, keeps_slots: bool| {
         let (checkpoint, detail) = (row.id.as_str().into(), failed.map(Into::into));
         let why = ReasonKind::WaitingForCheckpoint { checkpoint, agent: None, detail };
         Availability::Waits(Wait { why: Reason::from(why).into(), keeps_slots })
     };
     // Without this check, a rank would rename a damaged checkpoint and continue from an older one.
-    if !artifacts.is_checked(&row.id, &waiting_job.id, waiting_job.attempt)
+    if !object_store.is_checked(&row.id, &waiting_job.id, waiting_job.attempt)
         && let Some((fetch, is_new)) = check(checkpoints, row, copies, Some(waiting_job))
     {
         // Most checks are quick. Without a wait, the job would start one round later.
@@ -210,11 +205,11 @@ pub(crate) async fn find_availability(
     match outcome {
         // A fetch that has ended by now is found on the disk in the next round.
         None | Some(Ok(())) => Ok(waits(None, false)),
-        Some(Err(NotFetched::ObjectStoreUnavailable(why) | NotFetched::Disk(why))) => {
+        Some(Err(FetchError::ObjectStoreUnavailable(why) | FetchError::Disk(why))) => {
             Ok(waits(Some(why), false))
         }
-        Some(Err(why @ (NotFetched::Missing | NotFetched::Damaged(_)))) => {
-            checkpoints.store.mark_damaged(artifacts.storage.url(), &row.id).await?;
+        Some(Err(why @ (FetchError::Missing | FetchError::Damaged(_)))) => {
+            checkpoints.store.mark_damaged(object_store.storage.url(), &row.id).await?;
             checkpoints.events.log(&waiting_job.id, lost_message(row, waiting_job, &why)).await;
             Ok(Availability::Lost)
         }
@@ -222,9 +217,9 @@ pub(crate) async fn find_availability(
 }
 
 /// The line in the log of a job whose checkpoint is lost.
-fn lost_message(row: &CheckpointRow, waiting_job: &Job, why: &NotFetched) -> String {
+fn lost_message(row: &CheckpointRow, waiting_job: &Job, why: &FetchError) -> String {
     let how = match why {
-        NotFetched::Damaged(how) => format!("is damaged there ({how})"),
+        FetchError::Damaged(how) => format!("is damaged there ({how})"),
         _ => "is not there".to_owned(),
     };
     if row.job == waiting_job.id {
@@ -242,7 +237,7 @@ pub(crate) async fn wait(mut fetch: Fetch, timeout: Duration) -> FetchOutcome {
     let ended = tokio::time::timeout(timeout, fetch.outcome.wait_for(Option::is_some)).await;
     match ended {
         Ok(Ok(outcome)) => outcome.clone(),
-        Ok(Err(_)) => Some(Err(NotFetched::ObjectStoreUnavailable("the server is stopping".into()))),
+        Ok(Err(_)) => Some(Err(FetchError::ObjectStoreUnavailable("the server is stopping".into()))),
         Err(_) => None,
     }
 }
@@ -277,11 +272,15 @@ pub(crate) fn remove_unfinished(jobs: &Path) -> io::Result<()> {
     Ok(())
 }
 
-async fn fetch_now(checkpoints: &Checkpoints, artifacts: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
-    let prefix = artifacts.storage.prefix_of(&row.id).ok_or(NotFetched::Missing)?;
+async fn fetch_now(
+    checkpoints: &Checkpoints,
+    object_store: &ObjectStoreState,
+    row: &CheckpointRow,
+) -> Result<()> {
+    let prefix = object_store.storage.prefix_of(&row.id).ok_or(FetchError::Missing)?;
     let partial = partial_folder(checkpoints, row);
-    let mut fetched = fetch_files(artifacts, &prefix, &partial).await;
-    if let Err(NotFetched::Damaged(how)) = &fetched {
+    let mut fetched = fetch_files(object_store, &prefix, &partial).await;
+    if let Err(FetchError::Damaged(how)) = &fetched {
         // The error may come from the network.
         let id = &row.id;
         tracing::warn!(
@@ -289,7 +288,7 @@ async fn fetch_now(checkpoints: &Checkpoints, artifacts: &ArtifactStore, row: &C
             how,
             "the files from the object store are damaged; fetching them again"
         );
-        fetched = fetch_files(artifacts, &prefix, &partial).await;
+        fetched = fetch_files(object_store, &prefix, &partial).await;
     }
     fetched?;
     let folder = checkpoints.folder(row);
@@ -297,24 +296,24 @@ async fn fetch_now(checkpoints: &Checkpoints, artifacts: &ArtifactStore, row: &C
     // The checkpoint was removed during the fetch.
     if matches!(checkpoints.store.checkpoint(&row.id).await, Ok(None)) {
         let _ = tokio::fs::remove_dir_all(checkpoints.folder(row)).await;
-        return Err(NotFetched::Missing);
+        return Err(FetchError::Missing);
     }
     Ok(())
 }
 
 /// Fetches all files of a checkpoint, and checks their sizes and checksums.
-async fn fetch_files(artifacts: &ArtifactStore, prefix: &Prefix, partial: &Path) -> Result<()> {
+async fn fetch_files(object_store: &ObjectStoreState, prefix: &Prefix, partial: &Path) -> Result<()> {
     if_exists(tokio::fs::remove_dir_all(partial).await)?;
-    let manifest_bytes = artifacts.storage.manifest(prefix).await?.ok_or(NotFetched::Missing)?;
-    let manifest = prefix.parse_manifest(&manifest_bytes).map_err(NotFetched::Damaged)?;
+    let manifest_bytes = object_store.storage.manifest(prefix).await?.ok_or(FetchError::Missing)?;
+    let manifest = prefix.parse_manifest(&manifest_bytes).map_err(FetchError::Damaged)?;
     tokio::fs::create_dir_all(partial).await?;
     let needed = manifest.files.values().fold(0, |sum: u64, file| sum.saturating_add(file.size_bytes));
     check_space(partial, needed, SPARE_BYTES)?;
     for (name, expected) in &manifest.files {
-        fetch_file(artifacts, prefix, (name, expected), &partial.join(name)).await.map_err(
+        fetch_file(object_store, prefix, (name, expected), &partial.join(name)).await.map_err(
             |why| match why {
                 // The manifest names the file, so the checkpoint is damaged.
-                NotFetched::Missing => NotFetched::Damaged(format!("its {name} is missing")),
+                FetchError::Missing => FetchError::Damaged(format!("its {name} is missing")),
                 why => why,
             },
         )?;
@@ -325,12 +324,12 @@ async fn fetch_files(artifacts: &ArtifactStore, prefix: &Prefix, partial: &Path)
 }
 
 async fn fetch_file(
-    artifacts: &ArtifactStore,
+    object_store: &ObjectStoreState,
     prefix: &Prefix,
     (name, expected): (&str, &ManifestFile),
     path: &Path,
 ) -> Result<()> {
-    let mut bytes = artifacts.storage.get(&prefix.file_path(name, expected)).await?;
+    let mut bytes = object_store.storage.get(&prefix.file_path(name, expected)).await?;
     let (mut file, mut verifier) = (File::create(path).await?, Verifier::default());
     while let Some(piece) = bytes.next().await {
         let piece = piece?;
@@ -341,7 +340,7 @@ async fn fetch_file(
         file.write_all(&piece).await?;
     }
     file.flush().await?;
-    verifier.finish(name, expected).map_err(NotFetched::Damaged)?;
+    verifier.finish(name, expected).map_err(FetchError::Damaged)?;
     Ok(file.sync_all().await?)
 }
 

@@ -143,8 +143,7 @@ export class Panels {
       this.charts.redraw();
       return this.#shown.find((e) => e.panel === panel)?.card.querySelector(".edit") ?? byId("panel-add");
     };
-    const edited = entry?.panel ?? null;
-    this.form.open(edited, store);
+    this.form.open(entry?.panel ?? null, store);
   }
 
   /** Stores panels as the job's own, after earlier requests, and shows them as stored. */

@@ -4,7 +4,7 @@
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
-import { simulateAgent, spec } from "./agent.mjs";
+import { metrics, range, simulateAgent, spec } from "./agent.mjs";
 import { assertViews } from "./looks.mjs";
 import { Browser, TestServer, testInFullRun, until } from "./test-server.mjs";
 
@@ -12,10 +12,8 @@ const LONG = "resnet20-on-made-up-pictures-with-a-name-that-is-very-long-and-goe
 let server, browser, agent;
 const jobs = [];
 
-const column = (name, steps, value) => ({ name, steps, values: steps.map(value) });
-const range = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
 /** Reports steps with a constant loss, so that means are known, and validation loss (1 higher) at the last step. */
-const train = (attempt, loss, from, to) => agent.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [column("loss", range(from, to), () => loss), column("lr", range(from, to), () => 0.1), column("step_ms", range(from, to), () => 20.5), column("val_loss", [to], () => loss + 1)] }]);
+const train = (attempt, loss, from, to) => agent.report(attempt, 0, [metrics(0, range(from, to), { loss, lr: 0.1, step_ms: 20.5 }), metrics(0, [to], { val_loss: loss + 1 })]);
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
@@ -24,15 +22,12 @@ before(async () => {
     const body = spec(name, 1, 100);
     Object.assign(body.train, { lr, seed });
     const { id } = await server.ask("/jobs", { ...body, tags }), attempt = await agent.attempt(id);
-    await agent.report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 50, start_step: 0 }]);
+    await agent.begin(attempt, { total_steps: 100, steps_per_epoch: 50 });
     await train(attempt, loss, 1, 50);
     await agent.report(attempt, 0, [{ type: "evaluation", epoch: 1, step: 50, samples: 100, accuracy: 1 / (loss + 1), loss: loss + 1, secs: 1.5 }]);
     jobs.push({ id, attempt, name });
   }
-  for (const { id, attempt } of jobs.slice(0, 2)) {
-    await agent.evaluate(([attempt]) => window.simulatedAgent.end(attempt, 100), [attempt]);
-    await until("the job has ended", async () => (await server.job(id)).state === "succeeded");
-  }
+  for (const { attempt } of jobs.slice(0, 2)) await agent.endAttempt(attempt, { how: "succeeded", step: 100 });
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
@@ -106,11 +101,9 @@ describe("charts", () => {
 
 describe("a metric", () => {
   testInFullRun("has the same name, unit and number format as on a job's page", async () => {
-    const { id } = await server.ask("/jobs", spec("measured", 1, 100)), attempt = await agent.attempt(id), steps = range(1, 20);
-    await agent.report(attempt, 0, [
-      { type: "running", total_steps: 100, steps_per_epoch: 50, start_step: 0 },
-      { type: "metrics", rank: 0, columns: [column("accuracy", steps, (step) => 0.005 + step / 25), column("gpu_memory_bytes", steps, (step) => step * 1e8), column("gpu_power_watts", steps, (step) => 300 + step), column("step_ms", steps, () => 20.5)] },
-    ]);
+    const { id } = await server.ask("/jobs", spec("measured", 1, 100)), attempt = await agent.attempt(id);
+    await agent.begin(attempt, { total_steps: 100, steps_per_epoch: 50 });
+    await agent.reportSteps(attempt, 0, range(1, 20), { accuracy: (step) => 0.005 + step / 25, gpu_memory_bytes: (step) => step * 1e8, gpu_power_watts: (step) => 300 + step, step_ms: 20.5 });
     const page = await browser.page(server, `/compare?jobs=${id}&metric=accuracy,gpu_memory_bytes,gpu_power_watts`);
     const card = (metric) => page.locator(`.curve[data-metric=${metric}]`);
     await until("the three charts are drawn", () => page.evaluate(() => [...document.querySelectorAll("#curves .chart")].filter((chart) => Number(chart.dataset.drawn) > 0).length === 3));
@@ -134,8 +127,7 @@ describe("a metric", () => {
     const jobPage = await page.tab(`/jobs/${id}?metric=gpu_power_watts`);
     await until("the job's page has drawn the metric", () => jobPage.evaluate(() => window.lockstep?.charts.lr.firstDrawnAt > 0));
     assert.deepEqual(await jobPage.evaluate(() => ["accuracy", "lr"].map((name) => window.lockstep.charts[name].yName())), ["accuracy (%)", names[2]]);
-    await agent.evaluate(([attempt]) => window.simulatedAgent.end(attempt, 100), [attempt]);
-    await until("the job has ended", async () => (await server.job(id)).state === "succeeded");
+    await agent.endAttempt(attempt, { how: "succeeded", step: 100 });
     await page.end();
   });
 });

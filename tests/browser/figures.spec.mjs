@@ -3,8 +3,8 @@
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
-import { simulateAgent, spec } from "./agent.mjs";
-import { Browser, TestServer, testInFullRun, until, untilAsRendered } from "./test-server.mjs";
+import { range, simulateAgent, spec } from "./agent.mjs";
+import { Browser, TestServer, testInFullRun, until, untilLive, untilAsRendered } from "./test-server.mjs";
 
 const STEP_MS = [10, 20, 60];
 let server, browser, agent;
@@ -14,13 +14,10 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-const begin = (attempt, start_step = 0) => agent.report(attempt, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step }]);
+const begin = (attempt, start_step = 0) => agent.begin(attempt, { total_steps: 600, start_step });
 /** Reports steps with the durations of STEP_MS in turn. */
 const reportSteps = async (attempt, ranks, from, to) => {
-  const steps = Array.from({ length: to - from + 1 }, (_, i) => from + i), column = (name, value) => ({ name, steps, values: steps.map(value) });
-  for (let rank = 0; rank < ranks; rank++) {
-    await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", (s) => 2 - s / 400 + rank / 10), column("accuracy", (s) => s / 1000), column("step_ms", (s) => STEP_MS[s % 3])] }]);
-  }
+  for (let rank = 0; rank < ranks; rank++) await agent.reportSteps(attempt, rank, range(from, to), { loss: (s) => 2 - s / 400 + rank / 10, accuracy: (s) => s / 1000, step_ms: (s) => STEP_MS[s % 3] });
 };
 const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
 const checkpoint = (step) => ({ type: "checkpoint", epoch: 1, step, val_accuracy: 0.5, val_loss: 1.5, validation: { pictures: 187, fingerprint: "5f3a" }, best: true, size_bytes: 188743680 });
@@ -59,7 +56,7 @@ describe("a job", () => {
     attempt = await agent.attempt(job.id, 2);
     await begin(attempt, 290);
     const page = await browser.page(server, `/jobs/${job.id}`), list = await page.tab("/jobs"), compare = await page.tab(`/compare?jobs=${job.id}`);
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     const evaluation = (epoch, accuracy) => ({ type: "evaluation", epoch, step: 290, samples: 100, accuracy, loss: 1.5, secs: 1.5 });
     await agent.report(attempt, 0, [evaluation(2, 0.875), evaluation(3, 0.75)]);
     await reportSteps(attempt, 2, 291, 320);
@@ -147,16 +144,15 @@ describe("a job that continues with fewer ranks", () => {
     const { id } = await server.ask("/jobs", { ...spec("fewer", 4, 600), recovery: { min_ranks: 2, wait_seconds: 0 } });
     const first = await agent.attempt(id);
     const reportTimes = async (attempt, stepMs, to) => {
-      const steps = Array.from({ length: to }, (_, i) => i + 1), column = (name, value) => ({ name, steps, values: steps.map(() => value) });
-      for (const [rank, ms] of stepMs.entries()) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", attempt.attempt + rank / 4), column("step_ms", ms), column("all_reduce_ms", 1.5), column("data_ms", 0.5)] }]);
+      for (const [rank, ms] of stepMs.entries()) await agent.reportSteps(attempt, rank, range(1, to), { loss: attempt.attempt + rank / 4, step_ms: ms, all_reduce_ms: 1.5, data_ms: 0.5 });
     };
     await begin(first);
     await reportTimes(first, [40.5, 10.5, 10.5, 10.5], 100);
     const page = await browser.page(server, `/jobs/${id}`);
     await until("four lanes are shown", async () => (await page.locator("#ranks li:visible").count()) === 4);
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     // The machine leaves in an orderly way and joins again with half of its slots.
-    await agent.evaluate(() => window.simulatedAgent.say({ type: "leaving", reason: "the agent was stopped" }));
+    await agent.say({ type: "leaving", reason: "the agent was stopped" });
     await agent.endAttempt(first, { how: "stopped" });
     await agent.close();
     agent = await simulateAgent(browser.chromium, server, 2);
@@ -191,12 +187,12 @@ describe("a job that continues with fewer ranks", () => {
 describe("a log", () => {
   test("that does not follow its end shows each line once, including lines that arrive during a read", async () => {
     const { id } = await server.ask("/jobs", spec("writes", 1, 600)), attempt = await agent.attempt(id), at = new Date().toISOString();
-    const write = (from, to) => agent.report(attempt, 0, [{ type: "log", rank: 0, lines: Array.from({ length: to - from + 1 }, (_, i) => ({ number: from + i, at, text: `line ${from + i} of it` })) }]);
+    const write = (from, to) => agent.report(attempt, 0, [{ type: "log", rank: 0, lines: range(from, to).map((number) => ({ number, at, text: `line ${number} of it` })) }]);
     await begin(attempt);
     for (let from = 1; from <= 300; from += 50) await write(from, from + 49);
     const page = await browser.page(server, `/jobs/${id}`), box = page.locator("#log-lines"), follow = page.locator("#log-follow");
     const untilAnnounced = (n) => until(`the page knows of ${n} lines`, async () => (await box.getAttribute("data-lines")) === String(n));
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     await untilAnnounced(300);
     await box.evaluate((b) => { b.scrollTop = 0; });
     await until("the log no longer follows its end", async () => !await follow.isChecked());
@@ -227,11 +223,11 @@ describe("a log", () => {
 describe("a chart", () => {
   test("of a newly chosen metric has the points that arrive while its history is read", async () => {
     const { id } = await server.ask("/jobs", spec("chosen", 1, 600)), attempt = await agent.attempt(id);
-    const reportNorms = (from, to) => agent.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "grad_norm", steps: Array.from({ length: to - from + 1 }, (_, i) => from + i), values: Array.from({ length: to - from + 1 }, () => 1.5) }] }]);
+    const reportNorms = (from, to) => agent.reportSteps(attempt, 0, range(from, to), { grad_norm: 1.5 });
     await begin(attempt);
     await reportNorms(1, 20);
     const page = await browser.page(server, `/jobs/${id}`), seq = () => page.evaluate(() => window.lockstep.seq);
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     await page.route("**/metrics?name=grad_norm*", async (route) => {
       const response = await route.fetch(), before = await seq();
       await reportNorms(21, 30);
@@ -251,8 +247,7 @@ describe("a chart", () => {
     const job = await server.ask("/jobs", spec("drawn", 2, 600)), attempt = await agent.attempt(job.id);
     await begin(attempt);
     await reportSteps(attempt, 2, 1, 200);
-    const column = { name: "loss", steps: [201], values: [5000] };
-    for (const rank of [0, 1]) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column] }]);
+    for (const rank of [0, 1]) await agent.reportSteps(attempt, rank, [201], { loss: 5000 });
     await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
     const page = await browser.page(server, `/jobs/${job.id}`);
     const axis = () => page.evaluate(() => { const { y } = window.lockstep.charts.loss; return [y.low, y.high]; });
@@ -296,8 +291,7 @@ describe("the list", () => {
     await agent.endAttempt(attempt, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: reason } });
     const annotated = await server.ask("/jobs", spec("short", 1, 600)), page = await browser.page(server, "/jobs"), row = (job) => page.locator(`tr[data-id="${job.id}"]`);
     for (const job of [longNamed, annotated]) await until("the job is listed", () => row(job).isVisible());
-    const response = await fetch(`${server.url}/api/v1/jobs/${annotated.id}`, { method: "PATCH", headers: { "content-type": "application/json" }, body: JSON.stringify({ notes: "a strange plateau", tags: ["baseline"] }) });
-    assert.ok(response.ok);
+    await server.ask(`/jobs/${annotated.id}`, { notes: "a strange plateau", tags: ["baseline"] }, "PATCH");
     for (const width of [1024, 1440, 1920]) {
       await page.setViewportSize({ width, height: 1000 });
       const heights = await page.locator("#rows tr").evaluateAll((all) => all.map((tr) => Math.round(tr.getBoundingClientRect().height)));

@@ -274,10 +274,9 @@ describe("several jobs at once", () => {
 describe("columns", () => {
   test("show the newest value of any metric, sort by it, and refuse an unknown metric", async () => {
     const { jobs: [{ id }] } = await server.ask("/jobs?q=holder&fields=id");
-    await agent.evaluate(async (id) => {
-      const attempt = await window.simulatedAgent.attempt(id), column = (name, ...values) => ({ name, steps: values.map((_, i) => i + 1), values });
-      await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 10, start_step: 0 }, { type: "metrics", rank: 0, columns: [column("grad_norm", 2.5, 0.5), column("step_ms", 12, 14), column("cpu_utilization", 0.25)] }]);
-    }, id);
+    const attempt = await agent.attempt(id);
+    await agent.begin(attempt, { total_steps: 100, steps_per_epoch: 10 });
+    await agent.reportSteps(attempt, 0, [1, 2], { grad_norm: (s) => (s === 1 ? 2.5 : 0.5), step_ms: (s) => 10 + 2 * s, cpu_utilization: 0.25 });
     const page = await browser.page(server, "/jobs?columns=loss,grad_norm,step_ms&sort=-grad_norm", { expectedErrors: [/400/] });
     const cell = (key) => page.locator(`tr[data-id="${id}"] [data-key="${key}"]`).textContent();
     await until("both values are shown", async () => (await cell("grad_norm")) === "0.5000" && (await cell("step_ms")) === "14.0 ms");
@@ -292,7 +291,7 @@ describe("columns", () => {
     await until("the error suggests the nearest key", async () => /did you mean "train\.lr"\?/.test(await page.locator("#columns .error").textContent()));
     assert.equal(await page.locator("thead .c-extra").count(), 3);
     // A new value is shown when it arrives.
-    await agent.evaluate(async (id) => window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [{ type: "metrics", rank: 0, columns: [{ name: "grad_norm", steps: [3], values: [0.75] }] }]), id);
+    await agent.reportSteps(attempt, 0, [3], { grad_norm: 0.75 });
     await until("the newest value is shown", async () => (await cell("grad_norm")) === "0.7500");
     await page.end();
     const refused = await fetch(`${server.url}/api/v1/jobs?metrics=grad_nrom`);

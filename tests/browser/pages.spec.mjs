@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
 import { savePicture } from "./looks.mjs";
-import { Browser, TestServer, testInFullRun, losses, state, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, losses, state, until, untilLive } from "./test-server.mjs";
 
 let server, browser, finished;
 before(async () => {
@@ -22,7 +22,7 @@ describe("pages", () => {
       const responses = await Promise.all(tabs.map((tab) => tab.reload()));
       assert.deepEqual(responses.map((response) => response.status()), [200, 200, 200, 200]);
     }
-    for (const tab of tabs) await until("the page is live", async () => (await tab.locator("#live").textContent()) === "live");
+    for (const tab of tabs) await untilLive(tab);
     assert.match(await page.locator("#rows").textContent(), /finished/);
     assert.equal(await state(tabs[1]), "succeeded");
     await page.end();

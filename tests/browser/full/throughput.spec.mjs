@@ -5,8 +5,8 @@ import { execFileSync } from "node:child_process";
 import { mkdir, readFile, writeFile } from "node:fs/promises";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { simulateAgent, spec } from "../agent.mjs";
-import { BINARY, Browser, TestServer, until } from "../test-server.mjs";
+import { range, simulateAgent, spec } from "../agent.mjs";
+import { BINARY, Browser, TestServer, until, untilLive } from "../test-server.mjs";
 
 let server, browser, agent;
 before(async () => {
@@ -15,13 +15,11 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-const range = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
 /** Reports the steps after `from` up to `to` of an attempt. `ms(step, rank)`: the duration of each step. `fields`: further fields of
  *  the event `running`. */
 async function train(attempt, ranks, from, to, ms, fields = {}) {
-  await agent.report(attempt, 0, [{ type: "running", total_steps: 120, steps_per_epoch: 30, start_step: from, ...fields }]);
-  const steps = range(from + 1, to), column = (name, value) => ({ name, steps, values: steps.map(value) });
-  for (let rank = 0; rank < ranks; rank++) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", (s) => 2.5 - s / 200), column("step_ms", (s) => ms(s, rank)), column("all_reduce_ms", () => rank * 5.5)] }]);
+  await agent.begin(attempt, { total_steps: 120, steps_per_epoch: 30, start_step: from, ...fields });
+  for (let rank = 0; rank < ranks; rank++) await agent.reportSteps(attempt, rank, range(from + 1, to), { loss: (s) => 2.5 - s / 200, step_ms: (s) => ms(s, rank), all_reduce_ms: rank * 5.5 });
 }
 const number = (words) => Number(words?.match(/[\d,]+(\.\d+)?/)?.[0].replaceAll(",", ""));
 
@@ -166,30 +164,30 @@ describe("the throughput of a job", () => {
 
 describe("a running job", () => {
   test("announces nothing to screen readers while only numbers change", async () => {
-    const { id } = await server.ask("/jobs", spec("spoken of", 2, 120)), attempt = await agent.attempt(id);
+    const { id } = await server.ask("/jobs", spec("announces nothing", 2, 120)), attempt = await agent.attempt(id);
     await train(attempt, 2, 0, 5, () => 50.5);
     const page = await browser.page(server, `/jobs/${id}`);
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     await page.evaluate(() => {
-      window.spoken = [];
+      window.announced = [];
       for (const node of document.querySelectorAll("[role=status], [role=alert], [aria-live]:not([aria-live=off])")) {
-        new MutationObserver(() => window.spoken.push(`${node.id || node.className}: ${node.textContent}`)).observe(node, { childList: true, characterData: true, subtree: true });
+        new MutationObserver(() => window.announced.push(`${node.id || node.className}: ${node.textContent}`)).observe(node, { childList: true, characterData: true, subtree: true });
       }
     });
     const began = Date.now();
     for (let step = 6; step <= 100 && Date.now() - began < 6000; step++) {
-      for (const rank of [0, 1]) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps: [step], values: [2.5 - step / 200] }, { name: "step_ms", steps: [step], values: [50.5 + step] }] }]);
+      for (const rank of [0, 1]) await agent.reportSteps(attempt, rank, [step], { loss: 2.5 - step / 200, step_ms: 50.5 + step });
       await until("the step is shown", async () => Number(await page.locator("#step").textContent()) >= step);
     }
     assert.ok(Number(await page.locator("#step").textContent()) > 6, "the numbers have changed");
-    assert.deepEqual(await page.evaluate(() => window.spoken), []);
+    assert.deepEqual(await page.evaluate(() => window.announced), []);
     await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
     await page.end();
   });
 
   test("that is cancelled before its first point shows a message in place of charts", async () => {
     const { id } = await server.ask("/jobs", spec("cancelled", 4, 120)), attempt = await agent.attempt(id);
-    await agent.report(attempt, 0, [{ type: "running", total_steps: 120, steps_per_epoch: 30, start_step: 0 }]);
+    await agent.begin(attempt, { total_steps: 120, steps_per_epoch: 30 });
     const page = await browser.page(server, `/jobs/${id}`), emptyText = () => page.locator("#loss-chart").getAttribute("data-empty");
     await until("the chart says that it has no point", async () => (await emptyText()) === "No point yet.");
     await server.ask(`/jobs/${id}/cancel`, {});

@@ -61,21 +61,6 @@ describe("charts", () => {
     await page.end();
   });
 
-  testInFullRun("are zoomed in and out by keyboard", async () => {
-    const page = await browser.page(server, comparePath());
-    await untilDrawn(page);
-    const shownRange = () => page.evaluate(() => { const { low, high } = window.lockstep.chart.x; return high - low; });
-    await page.locator("#curves .chart").focus();
-    await page.keyboard.press("ArrowRight");
-    const whole = await shownRange();
-    await page.keyboard.press("+");
-    await until("half of the range is shown", async () => (await shownRange()) < 0.6 * whole);
-    const part = await shownRange();
-    await page.keyboard.press("-");
-    await until("the whole range is shown again", async () => (await shownRange()) > 1.5 * part);
-    await page.end();
-  });
-
   testInFullRun("remove their listeners when they are switched off", async () => {
     const page = await browser.page(server, comparePath());
     await untilDrawn(page);
@@ -308,6 +293,8 @@ describe("results", () => {
       [[job(0.525, 78, "pets", { id: "j0aaaaa" }), job(0.615, 78, "pets", { id: "j0bbbbb" })], "pets78 · bbbbb (61.5 %) and pets78 · aaaaa (52.5 %) differ by 9.0 points, which is less than two standard errors of the difference (15.8 points), so these results do not show which is better."],
     ];
     for (const [pair, note] of notes) assert.equal(await page.evaluate(async (pair) => (await import("/static/compare/caution.js")).caution(pair), pair), note);
+    await page.locator("button[data-settings=all]").click();
+    assert.match(await page.locator("#settings tr").first().getAttribute("class"), /different/, "different settings come first");
     const sort = page.locator("#results-head button", { hasText: /^val\. loss$/ });
     await sort.click();
     const values = () => page.locator("#results [data-column='val. loss']").evaluateAll((all) => all.map((cell) => Number(cell.title)));

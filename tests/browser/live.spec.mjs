@@ -1,5 +1,5 @@
-// Updates of an open page: lanes with the GPUs' measurements, the delay of the stream, the end of a job, a machine that
-// leaves. The agent is simulated, so no test waits for training.
+// Updates of an open page: lanes with the GPUs' measurements, the delay of the stream, the end of a job. The agent is simulated, so no test
+// waits for training.
 
 import assert from "node:assert/strict";
 import { after, afterEach, before, describe, test } from "node:test";
@@ -335,17 +335,5 @@ describe("a page that stays open", () => {
       }
       await page.end();
     }
-  });
-
-  test("shows a machine's slots, their jobs, and that the machine has left", async () => {
-    const job = await startJob("held", 10), page = await browser.page(server, "/machines"), card = page.locator(".machine");
-    await until("each slot names its job and rank", async () => (await card.locator(".slots li").allInnerTexts()).filter((t) => /held\s+rank \d/.test(t)).length === RANKS);
-    assert.match(await card.locator(".pill").first().textContent(), /online/);
-    await end(job, 10);
-    await until("slots are free again", async () => (await card.locator(".slots .busy").count()) === 0);
-    await agent.evaluate(() => window.simulatedAgent.socket.close());
-    await until("the machine is not online", async () => !/online/.test(await card.locator(".pill").first().textContent()));
-    await until("the machine's slots are offline", async () => (await card.locator(".slots li").allInnerTexts()).every((t) => /offline/.test(t)));
-    await page.end();
   });
 });

@@ -116,6 +116,7 @@ describe("machines", () => {
     assert.equal(await remove.count(), 0, "an online machine has no button Remove");
     await agent.close();
     await until("the machine is offline", () => remove.isVisible());
+    assert.ok((await card.locator(".slots li").allInnerTexts()).every((text) => /offline/.test(text)));
     await remove.focus();
     await remove.press("Enter");
     const dialog = page.getByRole("dialog", { name: "Remove made-up?" });

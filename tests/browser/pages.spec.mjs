@@ -132,8 +132,11 @@ describe("a chart", () => {
     await page.keyboard.press("Home");
     await page.keyboard.press("ArrowRight");
     await until("the values are announced", async () => /step \d+.*rank 1 \d/.test(await chart.locator("[role=status]").textContent()));
+    const zoomWidth = () => page.evaluate(() => { const [from, to] = window.lockstep.view.zoom; return to - from; });
     await page.keyboard.press("+");
-    assert.ok(await page.evaluate(() => window.lockstep.view.zoom));
+    const zoomedIn = await zoomWidth();
+    await page.keyboard.press("-");
+    assert.ok((await zoomWidth()) > zoomedIn);
     await page.keyboard.press("0");
     assert.equal(await page.evaluate(() => window.lockstep.view.zoom), null);
 

@@ -41,9 +41,9 @@ export class Bulk {
   }
 
   /** Shows an error about the selected jobs, until the selection changes. */
-  #showMessage(words) {
+  #showMessage(message) {
     this.#messageFor = [...this.#selected].join();
-    setMessage(byId("bulk-status"), words);
+    setMessage(byId("bulk-status"), message);
   }
 
   #jobs(action) { return [...this.#selected].map((id) => this.find(id)).filter((j) => j && (APPLIES[action]?.(j) ?? true)); }

@@ -150,18 +150,6 @@ describe("the filters", () => {
     await page.end();
   });
 
-  testInFullRun("list the jobs in one of several states, which the URL keeps", async () => {
-    const page = await browser.page(server, "/jobs?sort=name"), filter = (state) => page.locator(`#filters [data-state="${state}"]`).click();
-    await filter("cancelled");
-    await untilListed(page, "anna,berta,carl,dora");
-    await filter("starting");
-    await untilListed(page, "anna,berta,carl,dora,holder");
-    assert.equal(queryOf(page).get("state"), "cancelled,starting");
-    await page.reload();
-    await untilListed(page, "anna,berta,carl,dora,holder");
-    await page.end();
-  });
-
   test("offer projects and tags, and a click on a row's tag adds a filter", async () => {
     const page = await browser.page(server, "/jobs?sort=name&where=lr%3E%3D0.1");
     await untilListed(page, "anna,berta,carl,holder");

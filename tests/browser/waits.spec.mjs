@@ -46,7 +46,7 @@ describe("a job that starts again", () => {
     await until("only the restarting job is listed", async () => (await page.locator("#rows tr").evaluateAll((rows) => rows.map((row) => row.dataset.id))).join() === jobs.killed.id);
     assert.equal(new URL(page.url()).searchParams.get("state"), "restarting");
     await page.locator("#filters").locator("[data-state=queued]").click();
-    assert.equal(new URL(page.url()).searchParams.get("state"), "restarting,queued");
+    assert.equal(new URL(page.url()).searchParams.get("state"), "restarting,queued", "jobs in either state are listed");
     const counts = () => page.locator("#filters [data-state]").allTextContents();
     await until("each state shows its number of jobs, whatever states are selected", async () => { const all = await counts(); return all[0] === "all 3" && all.includes("running 1") && all.includes("restarting 1") && all.includes("cancelled 1") && all.includes("failed "); });
     await page.end();

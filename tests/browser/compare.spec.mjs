@@ -2,11 +2,10 @@
 // selection, and long names.
 
 import assert from "node:assert/strict";
-import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
 import { metrics, range, simulateAgent, spec } from "./agent.mjs";
 import { assertViews } from "./looks.mjs";
-import { Browser, TestServer, testInFullRun, until } from "./test-server.mjs";
+import { Browser, TestServer, saveChart, testInFullRun, until } from "./test-server.mjs";
 
 const LONG = "resnet20-on-made-up-pictures-with-a-name-that-is-very-long-and-goes-on-lr-0.4-cosine-warmup-5-seed-number-2";
 let server, browser, agent;
@@ -96,9 +95,7 @@ describe("a metric", () => {
     assert.deepEqual(await page.locator("#curves .curve h3").allTextContents(), names);
     assert.ok((await page.locator("#more-metrics option").allTextContents()).includes("✓ GPU power (W)"), "the list of metrics has the same name");
     for (const [metric, name, tick] of [["accuracy", names[0], /^\d+ %$/], ["gpu_memory_bytes", names[1], /^[\d.]+ GB$/], ["gpu_power_watts", names[2], /^\d+ W$/]]) {
-      await card(metric).locator("summary", { hasText: "Save" }).click();
-      const [file] = await Promise.all([page.waitForEvent("download"), card(metric).getByRole("button", { name: "SVG", exact: true }).click()]);
-      const words = [...(await readFile(await file.path(), "utf8")).matchAll(/>([^<>]*)<\/text>/g)].map(([, text]) => text);
+      const words = [...(await saveChart(page, card(metric), "SVG")).matchAll(/>([^<>]*)<\/text>/g)].map(([, text]) => text);
       assert.ok(words.includes(name) && words.some((text) => tick.test(text)), `${metric}: ${words.join(" | ")}`);
     }
     // A range of accuracies is entered in percent, as the axis shows it.
@@ -193,9 +190,7 @@ describe("a file of groups", () => {
       await page.locator(`button[data-axis=${axis}]`).click();
       const drawnFrom = () => page.evaluate(() => window.lockstep.chart.layers()[0].series.segments[0].steps[0]);
       await until(`the chart is drawn by ${axis}`, async () => Math.abs(await drawnFrom() - start) < 1e-6, 20_000);
-      await card.locator("summary", { hasText: "Save" }).click();
-      const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "CSV", exact: true }).click()]);
-      const [head, row] = (await readFile(await file.path(), "utf8")).split("\n");
+      const [head, row] = (await saveChart(page, card, "CSV")).split("\n");
       assert.equal(head, `line,attempt,${column},points,min,max,mean`);
       assert.ok(Math.abs(Number(row.split(",")[2]) - start) < 1e-6, row);
     }
@@ -261,16 +256,11 @@ describe("the selection", () => {
       assert.equal(await page.locator(`#picker li:has(input[value="${jobs[i].id}"]) i`).evaluate((node) => getComputedStyle(node).backgroundColor), colour);
     }
     const card = page.locator("section", { has: page.locator("#scatter") });
-    const saved = async (kind) => {
-      await card.locator("summary", { hasText: "Save" }).click();
-      const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: kind, exact: true }).click()]);
-      return readFile(await file.path());
-    };
-    const svg = (await saved("SVG")).toString();
+    const svg = await saveChart(page, card, "SVG");
     for (const words of ["loss by train.lr", "train.lr", "loss", "fast", "slow", LONG]) assert.ok(svg.includes(`>${words}</text>`), `${words} in the picture`);
     for (const colour of legend) assert.ok(svg.includes(`fill="${colour}" opacity="0.9"`), `a point of ${colour}`);
-    assert.equal((await saved("PNG")).subarray(1, 4).toString(), "PNG");
-    const rows = (await saved("CSV")).toString().trim().split("\n");
+    assert.equal((await saveChart(page, card, "PNG")).subarray(1, 4).toString(), "PNG");
+    const rows = (await saveChart(page, card, "CSV")).trim().split("\n");
     assert.equal(rows[0], "id,name,train.lr,loss");
     assert.equal(rows[1], `${jobs[0].id},fast,0.4,1`);
     await page.end();

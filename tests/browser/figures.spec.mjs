@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
 import { range, simulateAgent, spec } from "./agent.mjs";
-import { Browser, TestServer, testInFullRun, until, untilLive, untilAsRendered } from "./test-server.mjs";
+import { Browser, TestServer, saveChart, testInFullRun, until, untilLive, untilAsRendered } from "./test-server.mjs";
 
 const STEP_MS = [10, 20, 60];
 let server, browser, agent;
@@ -268,13 +268,9 @@ describe("a chart", () => {
     const tab = await page.tab(address.pathname + address.search);
     await until("a link restores the same chart", async () => (await tab.evaluate(() => { const c = window.lockstep?.charts.loss; return c?.y && [c.y.low, c.y.high, c.smoothing, c.robust].join(); })) === "0.5,2.5,0.85,true");
 
-    await card.locator("summary", { hasText: "Save" }).click();
-    const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "SVG", exact: true }).click()]);
-    const svg = await readFile(await file.path(), "utf8");
+    const svg = await saveChart(page, card, "SVG");
     for (const words of ["drawn · Loss of each rank", "loss (cross-entropy)", "optimizer step", "rank 0", "rank 1"]) assert.ok(svg.includes(`>${words}</text>`), `${words} in the picture`);
-    await card.locator("summary", { hasText: "Save" }).click();
-    const [png] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "PNG", exact: true }).click()]);
-    const bytes = await readFile(await png.path());
+    const bytes = await saveChart(page, card, "PNG");
     assert.equal(bytes.subarray(1, 4).toString(), "PNG");
     const box = await page.locator("#loss-chart").boundingBox();
     assert.ok(bytes.readUInt32BE(20) / 2 > box.height + 60, "the picture has space for names around the chart");

@@ -2,11 +2,10 @@
 // training.
 
 import assert from "node:assert/strict";
-import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
 import { loss, noise, range, simulateAgent, spec } from "./agent.mjs";
 import { assertAccessible, assertViews } from "./looks.mjs";
-import { Browser, TestServer, testInFullRun, losses, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, losses, saveChart, until } from "./test-server.mjs";
 
 const STEPS = 60;
 let server, browser, agent, job, otherJob;
@@ -120,10 +119,7 @@ describe("panels", () => {
       const page = await open();
       axisEnd[robust] = await until("the chart is drawn", () => page.evaluate(() => { const all = window.lockstep.charts, key = Object.keys(all).find((k) => k.startsWith("panel-")); return all[key]?.y?.high; }));
       if (robust) {
-        const card = page.locator("#custom-grid .panel");
-        await card.locator("summary", { hasText: "Save" }).click();
-        const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "SVG", exact: true }).click()]);
-        const svg = await readFile(await file.path(), "utf8");
+        const svg = await saveChart(page, page.locator("#custom-grid .panel"), "SVG");
         for (const words of ["gradient norm (L2) · step time (ms) (right)", "optimizer step"]) assert.ok(svg.includes(`>${words}</text>`), `${words} in the picture`);
       }
       await page.end();

@@ -231,6 +231,13 @@ export const pixels = (page) => page.evaluate(async () => {
   });
 });
 
+/** Saves the chart in `card` by its menu as `kind`, `PNG`, `SVG` or `CSV`. Returns the content of the file. */
+export async function saveChart(page, card, kind) {
+  await card.locator("summary", { hasText: "Save" }).click();
+  const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: kind, exact: true }).click()]);
+  return readFile(await file.path(), kind === "PNG" ? null : "utf8");
+}
+
 /** Waits until the stream of a page is live. */
 export const untilLive = (page) => until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
 

@@ -1,10 +1,9 @@
 // More lines than the eight colours: compared jobs and ranks from the ninth on, and charts with a line per machine.
 
 import assert from "node:assert/strict";
-import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
 import { range, simulateAgent, spec } from "../agent.mjs";
-import { Browser, TestServer, until } from "../test-server.mjs";
+import { Browser, TestServer, saveChart, until } from "../test-server.mjs";
 
 const COLOURS = 8, JOBS = 18, STEPS = 100;
 const DASHES = ["", "dashed", "dotted"];
@@ -53,11 +52,7 @@ const colouredShare = (page, picture = null) => page.evaluate(async ([picture, j
 }, [picture, compared.map(({ id }, n) => ({ id, loss: n + 1 }))]);
 /** Whether a line with this fraction of coloured pixels is solid (""), dashed or dotted. */
 const isDrawnAs = (share, dash) => (dash === "" ? share > 0.95 : dash === "dashed" ? share > 0.5 && share < 0.85 : share > 0.2 && share < 0.6);
-async function saved(page, kind) {
-  await page.locator("#curves .curve").first().locator("summary", { hasText: "Save" }).click();
-  const [file] = await Promise.all([page.waitForEvent("download"), page.locator("#curves .curve").first().getByRole("button", { name: kind, exact: true }).click()]);
-  return readFile(await file.path());
-}
+const saved = (page, kind) => saveChart(page, page.locator("#curves .curve").first(), kind);
 
 describe("more jobs than colours", () => {
   test("have dashed lines from the ninth and dotted lines from the seventeenth, in charts, lists and pictures", async () => {
@@ -73,7 +68,7 @@ describe("more jobs than colours", () => {
     assert.equal(new Set(marks).size, 3, "the three kinds of lines have different marks");
     const sharesOnPage = await colouredShare(page);
     for (const [n, { id }] of compared.entries()) assert.ok(isDrawnAs(sharesOnPage[id], DASHES[Math.floor(n / COLOURS)]), `job ${n}: ${sharesOnPage[id]}`);
-    const svg = String(await saved(page, "SVG"));
+    const svg = await saved(page, "SVG");
     assert.equal(svg.match(/stroke-dasharray="7 4"/g).length, 8);
     assert.equal(svg.match(/stroke-dasharray="2 3"/g).length, 2);
     const png = await saved(page, "PNG"), sharesInPng = await colouredShare(page, png.toString("base64"));
@@ -119,7 +114,7 @@ describe("a picture", () => {
   test("saved as PNG has title, axis names with units and legend at the same positions as the SVG", async () => {
     const page = await browser.page(server, comparePath(compared.slice(0, 3)));
     await untilDrawn(page, 3);
-    const svg = String(await saved(page, "SVG")), png = await saved(page, "PNG");
+    const svg = await saved(page, "SVG"), png = await saved(page, "PNG");
     const texts = await page.evaluate(async ([svg, png]) => {
       const picture = new DOMParser().parseFromString(svg, "image/svg+xml").documentElement, image = await createImageBitmap(new Blob([Uint8Array.from(atob(png), (c) => c.charCodeAt(0))]));
       const ctx = new OffscreenCanvas(image.width, image.height).getContext("2d", { willReadFrequently: true }), { palette } = await import("/static/chart/palette.js");

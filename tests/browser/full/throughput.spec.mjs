@@ -2,11 +2,11 @@
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
-import { mkdir, readFile, writeFile } from "node:fs/promises";
+import { mkdir, writeFile } from "node:fs/promises";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { range, simulateAgent, spec } from "../agent.mjs";
-import { BINARY, Browser, TestServer, until, untilLive } from "../test-server.mjs";
+import { BINARY, Browser, TestServer, saveChart, until, untilLive } from "../test-server.mjs";
 
 let server, browser, agent;
 before(async () => {
@@ -96,13 +96,8 @@ describe("the throughput of a job", () => {
     const { page, compare } = await assertSpeed(id, 1, 8 / 0.0405);
     await assertLastTime(compare, 30 * 0.1005 + 30 * 0.0405);
     // The mark at the start of the second attempt names its reason.
-    const saved = async (tab, card) => {
-      await card.locator("summary", { hasText: "Save" }).click();
-      const [file] = await Promise.all([tab.waitForEvent("download"), card.getByRole("button", { name: "SVG", exact: true }).click()]);
-      return readFile(await file.path(), "utf8");
-    };
-    assert.match(await saved(page, page.locator(".loss-card")), />attempt 2 \(after a pause on request\)<\/text>/);
-    assert.match(await saved(compare, compare.locator("#curves .curve").first()), />paused once: attempt 2<\/text>/, "in Compare the mark names its job");
+    assert.match(await saveChart(page, page.locator(".loss-card"), "SVG"), />attempt 2 \(after a pause on request\)<\/text>/);
+    assert.match(await saveChart(compare, compare.locator("#curves .curve").first(), "SVG"), />paused once: attempt 2<\/text>/, "in Compare the mark names its job");
     await page.getByRole("tab", { name: "History" }).click();
     await until("the history lists the pause and the resumption", async () => (await page.locator("#history-rows li").evaluateAll((all) => all.map((li) => li.dataset.what).join())) === "submitted,started,pause_requested,ended,resumed,started");
     await agent.endAttempt(attempt, { how: "succeeded", step: 120 });

@@ -113,7 +113,7 @@ describe("a job", () => {
     await page.end();
   });
 
-  test("that waits or failed before its first step shows why and what to do, in place of empty charts", async () => {
+  test("that waits, failed or was cancelled before its first step shows why and what to do, in place of empty charts", async () => {
     const busy = await server.ask("/jobs", spec("busy", 4, 600)), attempt = await agent.attempt(busy.id);
     await begin(attempt);
     const waits = await server.ask("/jobs", spec("waits", 4, 600)), page = await browser.page(server, `/jobs/${waits.id}`);
@@ -123,7 +123,11 @@ describe("a job", () => {
     await until("the page says that nothing needs to be done", async () => /^What to do\s+Nothing: the job starts by itself/.test(await todo.innerText()));
     assert.ok(!await page.locator("#loss-chart").isVisible(), "no empty chart");
     await untilAsRendered(page);
-    await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
+    const cancelled = await page.tab(`/jobs/${busy.id}`);
+    await until("the chart of the running job says that it has no point", async () => (await cancelled.locator("#loss-chart").getAttribute("data-empty")) === "No point yet.");
+    await server.ask(`/jobs/${busy.id}/cancel`, {});
+    await agent.endAttempt(attempt, { how: "stopped" });
+    await until("the message names the cancellation", async () => /cancelled before its first step/.test(await cancelled.locator(".instead").innerText()));
     const nextAttempt = await agent.attempt(waits.id);
     await begin(nextAttempt);
     await until("the job runs, and the banner with the earlier reason is gone", async () => (await page.locator("#state").textContent()) === "running" && !(await page.locator("#banner").isVisible()));

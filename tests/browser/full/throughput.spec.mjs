@@ -6,7 +6,7 @@ import { mkdir, writeFile } from "node:fs/promises";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { range, simulateAgent, spec } from "../agent.mjs";
-import { BINARY, Browser, TestServer, saveChart, until, untilLive } from "../test-server.mjs";
+import { BINARY, Browser, TestServer, saveChart, until } from "../test-server.mjs";
 
 let server, browser, agent;
 before(async () => {
@@ -153,41 +153,6 @@ describe("the throughput of a job", () => {
     await train(attempt, 1, 0, 60, () => 50.5, { steps_per_epoch: 3, train_samples: 20 });
     const { page } = await assertSpeed(id, 1, 20 / (3 * 0.0505));
     await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
-    await page.end();
-  });
-});
-
-describe("a running job", () => {
-  test("announces nothing to screen readers while only numbers change", async () => {
-    const { id } = await server.ask("/jobs", spec("announces nothing", 2, 120)), attempt = await agent.attempt(id);
-    await train(attempt, 2, 0, 5, () => 50.5);
-    const page = await browser.page(server, `/jobs/${id}`);
-    await untilLive(page);
-    await page.evaluate(() => {
-      window.announced = [];
-      for (const node of document.querySelectorAll("[role=status], [role=alert], [aria-live]:not([aria-live=off])")) {
-        new MutationObserver(() => window.announced.push(`${node.id || node.className}: ${node.textContent}`)).observe(node, { childList: true, characterData: true, subtree: true });
-      }
-    });
-    const began = Date.now();
-    for (let step = 6; step <= 100 && Date.now() - began < 6000; step++) {
-      for (const rank of [0, 1]) await agent.reportSteps(attempt, rank, [step], { loss: 2.5 - step / 200, step_ms: 50.5 + step });
-      await until("the step is shown", async () => Number(await page.locator("#step").textContent()) >= step);
-    }
-    assert.ok(Number(await page.locator("#step").textContent()) > 6, "the numbers have changed");
-    assert.deepEqual(await page.evaluate(() => window.announced), []);
-    await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
-    await page.end();
-  });
-
-  test("that is cancelled before its first point shows a message in place of charts", async () => {
-    const { id } = await server.ask("/jobs", spec("cancelled", 4, 120)), attempt = await agent.attempt(id);
-    await agent.begin(attempt, { total_steps: 120, steps_per_epoch: 30 });
-    const page = await browser.page(server, `/jobs/${id}`), emptyText = () => page.locator("#loss-chart").getAttribute("data-empty");
-    await until("the chart says that it has no point", async () => (await emptyText()) === "No point yet.");
-    await server.ask(`/jobs/${id}/cancel`, {});
-    await agent.endAttempt(attempt, { how: "stopped" });
-    await until("the message names the cancellation", async () => /cancelled before its first step/.test(await page.locator(".instead").innerText()));
     await page.end();
   });
 });

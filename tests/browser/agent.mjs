@@ -42,7 +42,7 @@ function inPage() {
   function decode(buffer) {
     const view = new DataView(buffer);
     let offset = 0;
-    const words = (n) => { const t = decoder.decode(new Uint8Array(buffer, offset, n)); offset += n; return t; };
+    const string = (n) => { const t = decoder.decode(new Uint8Array(buffer, offset, n)); offset += n; return t; };
     const list = (n) => Array.from({ length: n }, get);
     const map = (n) => Object.fromEntries(Array.from({ length: n }, () => [get(), get()]));
     const number = (read, size) => { const v = Number(view[read](offset)); offset += size; return v; };
@@ -51,7 +51,7 @@ function inPage() {
       if (b < 0x80) return b;
       if (b < 0x90) return map(b & 15);
       if (b < 0xa0) return list(b & 15);
-      if (b < 0xc0) return words(b & 31);
+      if (b < 0xc0) return string(b & 31);
       if (b >= 0xe0) return b - 256;
       switch (b) {
         case 0xc0: return null;
@@ -67,9 +67,9 @@ function inPage() {
         case 0xd1: return number("getInt16", 2);
         case 0xd2: return number("getInt32", 4);
         case 0xd3: return number("getBigInt64", 8);
-        case 0xd9: return words(number("getUint8", 1));
-        case 0xda: return words(number("getUint16", 2));
-        case 0xdb: return words(number("getUint32", 4));
+        case 0xd9: return string(number("getUint8", 1));
+        case 0xda: return string(number("getUint16", 2));
+        case 0xdb: return string(number("getUint32", 4));
         case 0xdc: return list(number("getUint16", 2));
         case 0xdd: return list(number("getUint32", 4));
         case 0xde: return map(number("getUint16", 2));

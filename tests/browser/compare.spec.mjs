@@ -95,8 +95,8 @@ describe("a metric", () => {
     assert.deepEqual(await page.locator("#curves .curve h3").allTextContents(), names);
     assert.ok((await page.locator("#more-metrics option").allTextContents()).includes("✓ GPU power (W)"), "the list of metrics has the same name");
     for (const [metric, name, tick] of [["accuracy", names[0], /^\d+ %$/], ["gpu_memory_bytes", names[1], /^[\d.]+ GB$/], ["gpu_power_watts", names[2], /^\d+ W$/]]) {
-      const words = [...(await saveChart(page, card(metric), "SVG")).matchAll(/>([^<>]*)<\/text>/g)].map(([, text]) => text);
-      assert.ok(words.includes(name) && words.some((text) => tick.test(text)), `${metric}: ${words.join(" | ")}`);
+      const texts = [...(await saveChart(page, card(metric), "SVG")).matchAll(/>([^<>]*)<\/text>/g)].map(([, text]) => text);
+      assert.ok(texts.includes(name) && texts.some((text) => tick.test(text)), `${metric}: ${texts.join(" | ")}`);
     }
     // A range of accuracies is entered in percent, as the axis shows it.
     const accuracy = card("accuracy");
@@ -257,7 +257,7 @@ describe("the selection", () => {
     }
     const card = page.locator("section", { has: page.locator("#scatter") });
     const svg = await saveChart(page, card, "SVG");
-    for (const words of ["loss by train.lr", "train.lr", "loss", "fast", "slow", LONG]) assert.ok(svg.includes(`>${words}</text>`), `${words} in the picture`);
+    for (const text of ["loss by train.lr", "train.lr", "loss", "fast", "slow", LONG]) assert.ok(svg.includes(`>${text}</text>`), `${text} in the picture`);
     for (const colour of legend) assert.ok(svg.includes(`fill="${colour}" opacity="0.9"`), `a point of ${colour}`);
     assert.equal((await saveChart(page, card, "PNG")).subarray(1, 4).toString(), "PNG");
     const rows = (await saveChart(page, card, "CSV")).trim().split("\n");

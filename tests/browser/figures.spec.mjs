@@ -21,8 +21,8 @@ const reportSteps = async (attempt, ranks, from, to) => {
 };
 const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
 const checkpoint = (step) => ({ type: "checkpoint", epoch: 1, step, val_accuracy: 0.5, val_loss: 1.5, validation: { pictures: 187, fingerprint: "5f3a" }, best: true, size_bytes: 188743680 });
-const number = (words) => Number(words.match(/[\d,.]+/)?.[0].replaceAll(",", ""));
-const untilShows = (page, selector, words) => until(`${selector} says ${words}`, async () => (await page.locator(selector).first().textContent()).includes(words));
+const number = (text) => Number(text.match(/[\d,.]+/)?.[0].replaceAll(",", ""));
+const untilShows = (page, selector, text) => until(`${selector} says ${text}`, async () => (await page.locator(selector).first().textContent()).includes(text));
 
 test("numbers and names have the same texts on a rendered and on a live page", async () => {
   const cases = JSON.parse(await readFile(new URL("../../web/src/texts.json", import.meta.url), "utf8")), page = await browser.page(server, "/jobs");
@@ -71,11 +71,11 @@ describe("a job", () => {
     await untilShows(list, `tr[data-id="${job.id}"] [data-f=speed]`, speedText);
     assert.equal(await list.locator(`tr[data-id="${job.id}"] [data-f=best]`).textContent(), "87.5 %", "the best accuracy, not the last");
     // An accuracy of few pictures is shown with its standard error and their number.
-    for (const [tab, selector, words] of [
+    for (const [tab, selector, text] of [
       [list, `tr[data-id="${job.id}"] .c-best`, "87.5 % ± 3.3 of 100"],
       [compare, "#results [data-column='best accuracy']", "87.5 % ± 3.3 of 100"],
       [compare, "#results [data-column='val. accuracy']", "75.0 % so far ± 4.3 of 100"],
-    ]) await untilShows(tab, selector, words);
+    ]) await untilShows(tab, selector, text);
     await until("Compare shows the same speed", async () => (await compare.locator("#results [data-column='images/s']").textContent()) === speedText);
     await until("the list and the page agree on the time left", async () => {
       const left = await page.locator("#left").textContent();
@@ -273,7 +273,7 @@ describe("a chart", () => {
     await until("a link restores the same chart", async () => (await tab.evaluate(() => { const c = window.lockstep?.charts.loss; return c?.y && [c.y.low, c.y.high, c.smoothing, c.robust].join(); })) === "0.5,2.5,0.85,true");
 
     const svg = await saveChart(page, card, "SVG");
-    for (const words of ["drawn · Loss of each rank", "loss (cross-entropy)", "optimizer step", "rank 0", "rank 1"]) assert.ok(svg.includes(`>${words}</text>`), `${words} in the picture`);
+    for (const text of ["drawn · Loss of each rank", "loss (cross-entropy)", "optimizer step", "rank 0", "rank 1"]) assert.ok(svg.includes(`>${text}</text>`), `${text} in the picture`);
     const bytes = await saveChart(page, card, "PNG");
     assert.equal(bytes.subarray(1, 4).toString(), "PNG");
     const box = await page.locator("#loss-chart").boundingBox();

@@ -65,8 +65,8 @@ describe("a page of several ranks", () => {
     await until("three ranks wait for rank 2", async () => /^last 50 steps · limited by rank 2: the others wait for it$/.test(await note.textContent()));
     await reportWaits(211, [10.5, 10.5, 10.5, 10.5]);
     await until("computing takes longest", async () => (await note.textContent()) === "last 50 steps · limited by computing");
-    const words = await lane(1).locator(".rank-about").innerText();
-    for (const value of ["81 %", "12 GB", "71 °C", "352 W"]) assert.ok(words.includes(value), `${value} in ${words}`);
+    const text = await lane(1).locator(".rank-about").innerText();
+    for (const value of ["81 %", "12 GB", "71 °C", "352 W"]) assert.ok(text.includes(value), `${value} in ${text}`);
 
     const report = { step: 60, epoch: 1, step_ms: 40.5, all_reduce_ms: 10.5, data_ms: 5.5, images_per_second: 790.5, pid: 4321, device: "GPU 2", axis_ms: { pipeline: 0, data: 8.1, height: 0, model: 2.4 } };
     const reportStatus = (status) => agent.report(job.attempt, 2, [{ type: "rank", rank: 2, report: { status, ...report } }]);
@@ -164,7 +164,7 @@ describe("a page that stays open", () => {
       ]);
       await until("the checkpoint is listed", async () => (await rows.first().locator("[data-f=label]").textContent()) === `${epoch}-${step}`);
     };
-    const selects = (panel, words) => until(`${panel} selects ${words}`, async () => (await page.locator(`#${panel}-checkpoint option:checked`).textContent()) === words);
+    const selects = (panel, label) => until(`${panel} selects ${label}`, async () => (await page.locator(`#${panel}-checkpoint option:checked`).textContent()) === label);
     const predicts = (checkpoint, accuracy) => until(`the classes and the accuracy are of ${checkpoint}`, async () => (
       (await classes.allTextContents()).join() === checkpoint && (await reliability.textContent()).includes(`: ${accuracy} %`)));
 
@@ -267,7 +267,7 @@ describe("a page that stays open", () => {
       assert.deepEqual(await page.evaluate(() => window.notified), expected);
       // The connection is renewed, and the list is read again.
       await page.evaluate(() => dispatchEvent(new Event("online")));
-      await until("the list has been read", async () => (await state.allTextContents()).every((words) => words === "succeeded"));
+      await until("the list has been read", async () => (await state.allTextContents()).every((text) => text === "succeeded"));
       assert.deepEqual(await page.evaluate(() => window.notified), expected, "no end is notified twice");
       await page.end();
     }

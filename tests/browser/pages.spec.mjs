@@ -38,7 +38,7 @@ describe("pages", () => {
     assert.match(await card.innerText(), /this machine submitted job finished/);
     await savePicture(page, "audit");
     await page.getByRole("link", { name: "datasets", exact: true }).last().click();
-    await until("only entries of datasets are listed", async () => { const words = await card.innerText(); return /remove dataset/.test(words) && !/submitted job/.test(words); });
+    await until("only entries of datasets are listed", async () => { const text = await card.innerText(); return /remove dataset/.test(text) && !/submitted job/.test(text); });
     await page.getByLabel("Who").fill("nobody-of-this-name");
     await page.getByRole("button", { name: "Filter" }).click();
     await page.getByText("No entry matches.").waitFor();

@@ -120,7 +120,7 @@ describe("panels", () => {
       axisEnd[robust] = await until("the chart is drawn", () => page.evaluate(() => { const all = window.lockstep.charts, key = Object.keys(all).find((k) => k.startsWith("panel-")); return all[key]?.y?.high; }));
       if (robust) {
         const svg = await saveChart(page, page.locator("#custom-grid .panel"), "SVG");
-        for (const words of ["gradient norm (L2) · step time (ms) (right)", "optimizer step"]) assert.ok(svg.includes(`>${words}</text>`), `${words} in the picture`);
+        for (const text of ["gradient norm (L2) · step time (ms) (right)", "optimizer step"]) assert.ok(svg.includes(`>${text}</text>`), `${text} in the picture`);
       }
       await page.end();
     }

@@ -11,7 +11,7 @@ let server, browser, agent;
 const jobs = {};
 const submit = async (name, ranks, fields = {}) => { jobs[name] = await server.ask("/jobs", { ...spec(name, ranks, 600), ...fields }); return jobs[name].id; };
 const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
-const untilShows = (page, selector, words) => until(`${selector} shows ${words}`, async () => { const shown = (await page.locator(selector).first().textContent()).replace(/\s+/g, " "); return words.test(shown) || Promise.reject(new Error(shown)); });
+const untilShows = (page, selector, pattern) => until(`${selector} shows ${pattern}`, async () => { const shown = (await page.locator(selector).first().textContent()).replace(/\s+/g, " "); return pattern.test(shown) || Promise.reject(new Error(shown)); });
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);

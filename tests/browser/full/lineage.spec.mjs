@@ -108,9 +108,9 @@ test("a pause and a cancellation are listed in the history with the person who r
   await until("the job is paused", async () => (await server.job(id)).state === "paused");
   await server.ask(`/jobs/${id}/cancel`, {});
   const { owner } = await server.job(id), entry = (what) => page.locator(`#history-rows li[data-what="${what}"]`).textContent();
-  for (const [what, words] of [["submitted", "Submitted"], ["pause_requested", "Pause requested"], ["cancelled", "Cancelled"]]) {
-    await until(`${words} is listed`, async () => (await page.locator(`#history-rows li[data-what="${what}"]`).count()) === 1);
-    assert.ok((await entry(what)).includes(`${words} by ${owner}`), await entry(what));
+  for (const [what, label] of [["submitted", "Submitted"], ["pause_requested", "Pause requested"], ["cancelled", "Cancelled"]]) {
+    await until(`${label} is listed`, async () => (await page.locator(`#history-rows li[data-what="${what}"]`).count()) === 1);
+    assert.ok((await entry(what)).includes(`${label} by ${owner}`), await entry(what));
   }
   await page.end();
 });

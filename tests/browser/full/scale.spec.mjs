@@ -47,9 +47,9 @@ describe("a long run", () => {
     await until("the banner is shown", () => banner.isVisible());
     // At first the page has only the newest steps.
     await until("the banner names rank 3, the step and the cause", async () => {
-      const words = await banner.textContent();
-      const [, share, since] = words.match(/Rank 3 is (\d+) % slower since step ([\d,]+)\..*waits for data/) ?? assert.fail(words);
-      return (Number(share) > 20 && Math.abs(Number(since.replaceAll(",", "")) - 45_000) < 2000) || Promise.reject(new Error(words));
+      const text = await banner.textContent();
+      const [, share, since] = text.match(/Rank 3 is (\d+) % slower since step ([\d,]+)\..*waits for data/) ?? assert.fail(text);
+      return (Number(share) > 20 && Math.abs(Number(since.replaceAll(",", "")) - 45_000) < 2000) || Promise.reject(new Error(text));
     });
     // Ranks 0, 2 and 3 report two more steps, rank 1 none. Then no rank reports.
     for (const rank of [0, 2, 3]) await agent.reportSteps(attempt, rank, [STEPS - 99, STEPS - 98], { loss: 0.5 });

@@ -89,7 +89,7 @@ describe("other pages", () => {
 
   test("the form fits with errors", async () => {
     const act = async (page) => {
-      for (const [label, words] of [["Learning rate", "fast"], ["Ranks", "4096"], ["Epochs", "-1"]]) await page.getByLabel(label, { exact: true }).fill(words);
+      for (const [label, value] of [["Learning rate", "fast"], ["Ranks", "4096"], ["Epochs", "-1"]]) await page.getByLabel(label, { exact: true }).fill(value);
       await page.getByRole("button", { name: "Submit job" }).click();
       await until("the errors are listed", async () => (await page.locator("#mistakes a").count()) >= 3);
     };

@@ -21,7 +21,7 @@ async function train(attempt, ranks, from, to, ms, fields = {}) {
   await agent.begin(attempt, { total_steps: 120, steps_per_epoch: 30, start_step: from, ...fields });
   for (let rank = 0; rank < ranks; rank++) await agent.reportSteps(attempt, rank, range(from + 1, to), { loss: (s) => 2.5 - s / 200, step_ms: (s) => ms(s, rank), all_reduce_ms: rank * 5.5 });
 }
-const number = (words) => Number(words?.match(/[\d,]+(\.\d+)?/)?.[0].replaceAll(",", ""));
+const number = (text) => Number(text?.match(/[\d,]+(\.\d+)?/)?.[0].replaceAll(",", ""));
 
 /** Returns the mean speed of the newest attempt in the first line of the chart of images/s, weighted by time. */
 const chartSpeed = (page) => page.evaluate(() => {

@@ -94,7 +94,7 @@ export class Panels {
     const axes = sides.map((side) => axisOf(panel.metrics.find((name) => quantity(name) === side)));
     const chart = this.charts.createChart(root, {
       label: panel.title, ...axes[0], rightAxis: axes[1] ?? null, yName: () => axesTitle(panel.metrics), layers: () => this.charts.panelLayers(panel),
-      onNote: (text) => setNote(noteNode, message),
+      onNote: (note) => setNote(noteNode, note),
     });
     chart.smoothing = panel.smoothing;
     chart.scale = panel.log ? "log" : "linear";

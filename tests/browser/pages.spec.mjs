@@ -93,7 +93,7 @@ describe("the list", () => {
     await page.keyboard.press("/");
     await page.keyboard.type("in the");
     await until("the search finds the job", async () => (await row.isVisible()) && !(await page.locator(`tr[data-id="${finished.id}"]`).isVisible()));
-    assert.equal(new URL(page.url()).searchParams.get("q"), "in the");
+    await until("the URL has the whole text", () => new URL(page.url()).searchParams.get("q") === "in the");
     await page.keyboard.type(" moon");
     await until("the list says that nothing matches", () => page.locator("#none-match").isVisible());
 

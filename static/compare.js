@@ -1,7 +1,7 @@
 // Comparison of jobs: curves on common axes, settings with marked differences, a sortable table of results, a scatter plot, and parallel
 // coordinates of settings that differ. The page's URL contains the jobs and the view.
 
-import { ask, byId, markPressed, errorText, showLive, setText } from "./page.js";
+import { ask, byId, errorText, showLive, setText } from "./page.js";
 import { Stream } from "./stream.js";
 import { setUpChoices, readUrl, writeUrl } from "./address.js";
 import { setUpSmoothing } from "./chart/range.js";
@@ -67,14 +67,15 @@ function redraw() {
 
 // --- groups -------------------------------------------------------------------------------------------
 
+/** The band around a group's mean: `std` or `range`. */
+let band = "std";
+
 /** Offers the keys by which these jobs can be grouped, and groups the jobs by the key in the URL. */
 function applyGrouping() {
   const select = byId("group-by"), wanted = readUrl("group"), keys = [...new Set([...groupKeys(loadedJobs()), ...(wanted ? [wanted] : [])])];
   if ([...select.options].slice(1).map((option) => option.value).join() !== keys.join()) select.replaceChildren(new Option("nothing", ""), ...keys.map((key) => new Option(key, key)));
   select.value = wanted;
-  const band = readUrl("band") === "range" ? "range" : "std";
   byId("grouped").hidden = !wanted;
-  markPressed([...byId("bands").children], byId("bands").querySelector(`[data-band=${band}]`));
   if (wanted) {
     const lines = groups(loadedJobs(), wanted).map(({ id }) => id), all = [...ids(), ...lines];
     // If there are enough colours, groups get other colours than jobs, which the scatter plot shows. Otherwise groups may reuse the colours of
@@ -85,7 +86,7 @@ function applyGrouping() {
 }
 
 byId("group-by").addEventListener("change", ({ target }) => { writeUrl({ group: target.value }); applyGrouping(); });
-for (const button of byId("bands").children) button.addEventListener("click", () => { writeUrl({ band: button.dataset.band === "std" ? "" : button.dataset.band }); applyGrouping(); });
+setUpChoices("band", "std", (chosen) => { band = chosen; applyGrouping(); });
 
 // --- the selection ------------------------------------------------------------------------------------
 
@@ -122,9 +123,9 @@ function metrics() {
 
 /** Shows the charts for the metrics in the URL. */
 function showCharts() {
-  const shown = metrics(), buttons = [...document.querySelectorAll("button[data-metric]")], own = buttons.map((button) => button.dataset.metric);
+  const shown = metrics(), buttons = [...document.querySelectorAll("button[data-metric]")], withButton = buttons.map((button) => button.dataset.metric);
   for (const button of buttons) button.setAttribute("aria-pressed", String(shown.includes(button.dataset.metric)));
-  const select = byId("more-metrics"), all = [...loadedJobs().filter((job) => job.external).flatMap(knownMetrics), ...Object.keys(ALL)], others = [...new Set(all)].filter((name) => !own.includes(name));
+  const select = byId("more-metrics"), all = [...loadedJobs().filter((job) => job.external).flatMap(knownMetrics), ...Object.keys(ALL)], others = [...new Set(all)].filter((name) => !withButton.includes(name));
   select.replaceChildren(new Option("more …", ""), ...others.map((name) => new Option(`${shown.includes(name) ? "✓ " : ""}${axisTitle(name)}`, name)));
   curves.setMetrics(shown);
 }

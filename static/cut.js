@@ -42,25 +42,25 @@ function headNode(all) {
   return node;
 }
 
-/** Writes `words` into a node of one line: the end of the text, and as much of the beginning as fits. */
-export function writeShortened(node, words, limits = DEFAULT) {
-  if (node.dataset.whole === words) return;
-  node.dataset.whole = words;
-  const all = [...words], isLong = all.length > limits.long;
+/** Writes `text` into a node of one line: the end of the text, and as much of the beginning as fits. */
+export function writeShortened(node, text, limits = DEFAULT) {
+  if (node.dataset.whole === text) return;
+  node.dataset.whole = text;
+  const all = [...text], isLong = all.length > limits.long;
   // A short text has a tooltip, too, because only the layout knows the available space.
-  node.title = words;
+  node.title = text;
   node.classList.toggle("cut", isLong);
   // A screen reader reads the whole name and not the parts.
-  if (node.tagName === "A") { if (isLong) node.setAttribute("aria-label", words); else node.removeAttribute("aria-label"); }
-  if (!isLong) { node.textContent = words; return; }
+  if (node.tagName === "A") { if (isLong) node.setAttribute("aria-label", text); else node.removeAttribute("aria-label"); }
+  if (!isLong) { node.textContent = text; return; }
   const end = nearestWordStart(all, all.length - limits.tail, all.length - limits.most, all.length - limits.least);
   node.replaceChildren(headNode(all.slice(0, end)), make("span", { className: "cut-tail", textContent: all.slice(end).join("") }));
 }
 
 /** Returns at most `maxChars` characters: the beginning and the end, both cut between two words if possible. The same as protocol/src/cut.rs. */
-export function shortenMiddle(words, maxChars) {
-  const all = [...words];
-  if (all.length <= maxChars) return words;
+export function shortenMiddle(text, maxChars) {
+  const all = [...text];
+  if (all.length <= maxChars) return text;
   const end = nearestWordStart(all, all.length - (maxChars >> 1), all.length - Math.floor(maxChars * 0.7), all.length - Math.max(1, maxChars >> 2)), room = maxChars - 1 - (all.length - end);
   return `${all.slice(0, nearestWordStart(all, room, Math.max(1, Math.floor(room * 2 / 3)), room)).join("")}…${all.slice(end).join("")}`;
 }
@@ -69,16 +69,16 @@ export function shortenMiddle(words, maxChars) {
 const MAX_WORD_CHARS = 48;
 
 /** Writes a sentence whose long words (paths, names) are shortened in the middle. The tooltip has the whole sentence. */
-export function writeSentence(node, words, maxChars = MAX_WORD_CHARS) {
-  const shown = words.split(" ").map((word) => shortenMiddle(word, maxChars)).join(" ");
+export function writeSentence(node, text, maxChars = MAX_WORD_CHARS) {
+  const shown = text.split(" ").map((word) => shortenMiddle(word, maxChars)).join(" ");
   if (node.textContent !== shown) node.textContent = shown;
-  const title = shown === words ? "" : words;
+  const title = shown === text ? "" : text;
   if (node.title !== title) node.title = title;
 }
 
 /** Writes a text that may wrap between its words, such as a path. */
-export function writeWrapped(node, words) {
-  if (node.dataset.wrapped === words) return;
-  node.dataset.wrapped = words;
-  node.replaceChildren(...words.split(/(?<=[/\-_.])(?=[^/\-_. ])/).flatMap((part, i) => (i ? [make("wbr"), part] : [part])));
+export function writeWrapped(node, text) {
+  if (node.dataset.wrapped === text) return;
+  node.dataset.wrapped = text;
+  node.replaceChildren(...text.split(/(?<=[/\-_.])(?=[^/\-_. ])/).flatMap((part, i) => (i ? [make("wbr"), part] : [part])));
 }

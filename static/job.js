@@ -1,6 +1,6 @@
 // The script of a job's page: reads the history over REST, then follows the stream from the end of the history.
 
-import { ask, byId, nextFrame, isFailedRequest, make, notify, fetchPage, Problem, errorText, serverNow, showLive, setText } from "./page.js";
+import { ask, byId, nextFrame, isFailedRequest, make, notify, fetchPage, Problem, Unreachable, errorText, serverNow, showLive, setText } from "./page.js";
 import { duration } from "./numbers.js";
 import { Stream } from "./stream.js";
 import { Actions } from "./job/actions.js";
@@ -237,17 +237,25 @@ function onFrame(frame) {
 async function reload() {
   const thisReload = ++newestReload;
   stream.disconnect();
-  for (let delay = 250; thisReload === newestReload; delay = Math.min(10_000, delay * 2)) {
-    try {
-      const seq = await metrics.load(charts.metricsToRead, charts.showsMeanLoss);
-      const stored = await ask(`/api/v1/jobs/${job.id}/checkpoints`);
-      await Promise.all([log.handleGap(), jobHistory.load(), reloadPage()]);
-      if (thisReload !== newestReload) return;
-      checkpoints.replace(stored.checkpoints);
-      charts.redraw();
-      return stream.reconnect(seq);
-    } catch (error) {
+  await repeatIfFailed(async () => {
+    if (thisReload !== newestReload) return;
+    const seq = await metrics.load(charts.metricsToRead, charts.showsMeanLoss);
+    const stored = await ask(`/api/v1/jobs/${job.id}/checkpoints`);
+    await Promise.all([log.handleGap(), jobHistory.load(), reloadPage()]);
+    if (thisReload !== newestReload) return;
+    checkpoints.replace(stored.checkpoints);
+    charts.redraw();
+    stream.reconnect(seq);
+  });
+}
+
+/** Calls `read` until its requests succeed, with growing pauses, and returns its result; undefined if the job was deleted. */
+async function repeatIfFailed(read) {
+  for (let delay = 250; ; delay = Math.min(10_000, delay * 2)) {
+    try { return await read(); } catch (error) {
       if (error instanceof Problem && error.status === 404) return showDeleted();
+      if (!isFailedRequest(error)) throw error;
+      showLive("reconnecting");
       await new Promise((done) => setTimeout(done, delay));
     }
   }
@@ -256,7 +264,7 @@ async function reload() {
 /** Returns this page as the server renders it now (`page`), and its embedded data (`data`). */
 async function readPage() {
   const page = await fetchPage(`/jobs/${job.id}`);
-  if (!page) throw new Error("The server did not render the page.");
+  if (!page) throw new Unreachable("The server did not render the page.");
   return { page, data: JSON.parse(page.getElementById("data").textContent) };
 }
 
@@ -289,27 +297,20 @@ async function start() {
   if (isPlanned()) network.load();
   facts.draw();
   ranks.draw(job);
-  let seq = null, delay = 250;
-  while (seq === null) {
-    try {
-      let logLoading = null;
-      // The first chart is drawn before other history is requested. The log is read in the meantime.
-      const drawFirstChart = async () => {
-        charts.all.loss.startDrawing();
-        await nextFrame();
-        logLoading = log.load();
-        logLoading.catch(() => {});
-      };
-      seq = await metrics.load(charts.metricsToRead, charts.showsMeanLoss, drawFirstChart);
-      await logLoading;
-    } catch (error) {
-      if (error instanceof Problem && error.status === 404) return showDeleted();
-      if (!isFailedRequest(error)) throw error;
-      showLive("reconnecting");
-      await new Promise((done) => setTimeout(done, delay));
-      delay = Math.min(10_000, delay * 2);
-    }
-  }
+  const seq = await repeatIfFailed(async () => {
+    let logLoading = null;
+    // The first chart is drawn before other history is requested. The log is read in the meantime.
+    const drawFirstChart = async () => {
+      charts.all.loss.startDrawing();
+      await nextFrame();
+      logLoading = log.load();
+      logLoading.catch(() => {});
+    };
+    const newestSeq = await metrics.load(charts.metricsToRead, charts.showsMeanLoss, drawFirstChart);
+    await logLoading;
+    return newestSeq;
+  });
+  if (seq === undefined) return;
   charts.startDrawing();
   charts.readZoomedPart();
   // Reads checkpoints that were written between the rendering of the page and the event from which the stream continues.

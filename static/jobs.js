@@ -146,14 +146,14 @@ const isNearEnd = () => !byId("older").hidden && byId("older").getBoundingClient
 /** Handles a job from the stream. The place of a new job in the order is known only to the server, unless the newest jobs come first. */
 function handleJob(job) {
   if (groups.isGrouped) return groups.handleJob(job);
-  const known = jobs.get(job.id), { text: words } = filter();
+  const known = jobs.get(job.id), { text } = filter();
   if (known) {
     // After the first validation, the server knows whether the initial weights were trained on the validation pictures.
     if (known.last_seq <= job.last_seq && (sortValue(known) !== sortValue(job) || (job.best && !known.best))) reloadSoon();
     return show(job);
   }
   if (!fits(job, filter())) return;
-  if (!hasOtherOrder() && mentions(job, words)) return show(job);
+  if (!hasOtherOrder() && mentions(job, text)) return show(job);
   if (requestedSortValue.get(job.id) === sortValue(job)) return;
   requestedSortValue.set(job.id, sortValue(job));
   reloadSoon();
@@ -227,7 +227,7 @@ function remove(id) {
 }
 
 function showEmpty() {
-  const current = filter(), { states, text: words, owner, tags, project, conditions, after, before } = current, state = states.join(" or "), tag = tags.join(", ");
+  const current = filter(), { states, text, owner, tags, project, conditions, after, before } = current, state = states.join(" or "), tag = tags.join(", ");
   // If all visible jobs are removed, older jobs take their place.
   const isEmpty = groups.isGrouped ? groups.isEmpty : !rows.childElementCount && !nextCursor;
   if (!rows.childElementCount && nextCursor) loadMore();
@@ -236,7 +236,7 @@ function showEmpty() {
   byId("none-match").hidden = !isEmpty || !isFiltered;
   byId("no-jobs").hidden = !isEmpty || isFiltered;
   byId("older").hidden = !nextCursor;
-  const parts = [state && `is ${state}`, words && `has “${words}” in its name, tags or notes`, tag && `is tagged “${tag}”`, project && `is in project “${project}”`,
+  const parts = [state && `is ${state}`, text && `has “${text}” in its name, tags or notes`, tag && `is tagged “${tag}”`, project && `is in project “${project}”`,
     owner && `belongs to ${owner}`, conditions.length && `has ${conditions.join(" and ")}`, (after || before) && "was submitted on these days"].filter(Boolean);
   setText(byId("none-match").querySelector("p"), `No job ${parts.join(" and ")}.`);
   rowWindow.draw();
@@ -255,7 +255,7 @@ function change(values) {
   countSoon();
 }
 
-const searchFor = (words) => change({ q: words, name: "" });
+const searchFor = (text) => change({ q: text, name: "" });
 
 /** Draws everything that shows the filter and the order. */
 function drawFilter() {

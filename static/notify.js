@@ -11,10 +11,10 @@ function findObstacle() {
 }
 
 function draw(button) {
-  const isOn = isNotifying(), words = isOn ? "Do not notify me when jobs end" : "Notify me when jobs end";
+  const isOn = isNotifying(), label = isOn ? "Do not notify me when jobs end" : "Notify me when jobs end";
   button.dataset.on = isOn ? "yes" : "no";
-  button.setAttribute("aria-label", words);
-  button.title = isOn ? "You are notified when a job ends while this page is hidden" : findObstacle() ? "Notifications are not possible here: press to see why" : words;
+  button.setAttribute("aria-label", label);
+  button.title = isOn ? "You are notified when a job ends while this page is hidden" : findObstacle() ? "Notifications are not possible here: press to see why" : label;
 }
 
 /** Sets up the switch on pages that have it. */

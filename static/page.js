@@ -37,8 +37,8 @@ export function setText(node, value) {
 }
 
 /** Sets a message for a person. Parts between backticks are code. */
-export function setMessage(node, words) {
-  node?.replaceChildren(...words.split("`").map((part, i) => (i % 2 ? make("code", { textContent: part }) : part)));
+export function setMessage(node, message) {
+  node?.replaceChildren(...message.split("`").map((part, i) => (i % 2 ? make("code", { textContent: part }) : part)));
 }
 
 /** Sets a short note, with the whole text as its tooltip. */
@@ -120,12 +120,12 @@ export async function ask(path, { method = "GET", body, headers = {}, signal } =
 /** Resolves after the next frame. On a hidden page, which has no frames, resolves after a short time. */
 export const nextFrame = () => new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); setTimeout(done, 200); });
 
-/** Announces `words` to a screen reader, unless only numbers such as seconds and counts have changed. */
-export function announce(node, words) {
-  const steady = words.replace(/\d[\d:,.]*/g, "");
+/** Announces a text to a screen reader, unless only numbers such as seconds and counts have changed. */
+export function announce(node, text) {
+  const steady = text.replace(/\d[\d:,.]*/g, "");
   if (node.dataset.steady === steady) return;
   node.dataset.steady = steady;
-  node.textContent = words;
+  node.textContent = text;
 }
 
 /**

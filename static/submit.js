@@ -107,7 +107,7 @@ function checkLines() {
 /** Sends the text, in either notation, to the server, and fills the form with the parsed job. */
 async function readText() {
   if (readsOnly) return;
-  const area = byId("spec-text"), words = area.value, isJson = words.trimStart().startsWith("{");
+  const area = byId("spec-text"), text = area.value, isJson = text.trimStart().startsWith("{");
   const written = isJson ? "json" : "toml";
   if (written !== notation) { notation = written; markPressed(notations, notations.find((b) => b.dataset.notation === written)); }
   let content;
@@ -115,15 +115,15 @@ async function readText() {
   reading?.abort();
   const { signal } = reading = new AbortController();
   try {
-    content = await ask("/api/v1/jobs/validate", { method: "POST", headers: { "content-type": isJson ? "application/json" : "application/toml" }, body: new Blob([words]), signal });
+    content = await ask("/api/v1/jobs/validate", { method: "POST", headers: { "content-type": isJson ? "application/json" : "application/toml" }, body: new Blob([text]), signal });
   } catch (error) {
-    if (signal.aborted || words !== area.value) return;
+    if (signal.aborted || text !== area.value) return;
     // The mistakes of an earlier text no longer apply.
     showMistakes([]);
     setMessage(byId("spec-error"), `${errorTexts(error)}\nThe form keeps its values until the file has no mistake.`);
     return showPlan(null);
   }
-  if (signal.aborted || words !== area.value) return;
+  if (signal.aborted || text !== area.value) return;
   isUnread = false;
   setText(byId("spec-error"), "");
   fillForm(content.spec);
@@ -337,10 +337,10 @@ function matchingSettings() {
   return fields.filter((field) => `${field.closest(".field").textContent} ${field.name}`.toLowerCase().includes(wanted));
 }
 
-/** Hides the settings under "More settings" that lack the words, and shows links to the other settings that have them. */
-function findSettings(words) {
-  if (findInput.value !== words) findInput.value = words;
-  const found = matchingSettings(), above = words.trim() ? found.filter((field) => !field.closest(".more")) : [];
+/** Hides the settings under "More settings" that lack the text, and shows links to the other settings that contain the text. */
+function findSettings(text) {
+  if (findInput.value !== text) findInput.value = text;
+  const found = matchingSettings(), above = text.trim() ? found.filter((field) => !field.closest(".more")) : [];
   for (const section of document.querySelectorAll(".more fieldset")) {
     const inside = fields.filter((field) => section.contains(field));
     for (const field of inside) field.closest(".field").hidden = !found.includes(field);

@@ -76,26 +76,26 @@ export function drawAttempts(ctx, plot, x, starts, colours) {
     ctx.textBaseline = "top";
     // Labels are to the right of their mark. The last label is to the left if there is more space.
     const left = p - (marks[i - 1]?.p ?? plot.left), right = (marks[i + 1]?.p ?? plot.right) - p, toLeft = i === marks.length - 1 && right < 120 && left > right;
-    const room = (toLeft ? left : right) - 10, words = fitLabel(ctx, label, why, room);
+    const room = (toLeft ? left : right) - 10, text = fitLabel(ctx, label, why, room);
     ctx.textAlign = toLeft ? "right" : "left";
-    if (!words) return;
+    if (!text) return;
     // The words stay readable in front of a line.
-    const { width } = ctx.measureText(words);
+    const { width } = ctx.measureText(text);
     ctx.fillStyle = colours.card;
     ctx.globalAlpha = 0.8;
     ctx.fillRect(toLeft ? p - 5 - width : p + 3, plot.top, width + 2, 16);
     ctx.globalAlpha = 1;
     ctx.fillStyle = colour;
-    ctx.fillText(words, toLeft ? p - 4 : p + 4, plot.top + 2);
+    ctx.fillText(text, toLeft ? p - 4 : p + 4, plot.top + 2);
   });
 }
 
 /** Returns as much of `label (after why)` as fits into `room` pixels, at least the label's number. Empty if the number does not fit. */
 function fitLabel(ctx, label, why, room) {
   const fits = (text) => ctx.measureText(text).width <= room;
-  let words = why ? `${label} (after ${why})` : label;
-  if (fits(words)) return words;
-  for (let keep = Math.min(why?.length ?? 0, 60); keep >= 8; keep -= 4) if (fits(words = `${label} (after ${why.slice(0, keep).trimEnd()}…)`)) return words;
+  let text = why ? `${label} (after ${why})` : label;
+  if (fits(text)) return text;
+  for (let keep = Math.min(why?.length ?? 0, 60); keep >= 8; keep -= 4) if (fits(text = `${label} (after ${why.slice(0, keep).trimEnd()}…)`)) return text;
   if (fits(label)) return label;
   const number = label.match(/\d+$/)?.[0] ?? "";
   return fits(number) ? number : "";

@@ -204,12 +204,12 @@ export class Chart {
     ctx.fillStyle = colours.muted;
     ctx.textAlign = "center";
     ctx.textBaseline = "middle";
-    const words = this.empty();
-    ctx.fillText(words, width / 2, height / 2);
-    this.canvas.setAttribute("aria-label", `${this.label}. ${words}`);
+    const text = this.empty();
+    ctx.fillText(text, width / 2, height / 2);
+    this.canvas.setAttribute("aria-label", `${this.label}. ${text}`);
     this.onNote?.("", { every: true, exact: true });
     this.root.dataset.drawn = "0";
-    this.root.dataset.empty = words;
+    this.root.dataset.empty = text;
     this.paintedAt = performance.now();
   }
 
@@ -302,9 +302,9 @@ export class Chart {
 
   #showTip(rows, p, colours) {
     const list = rows.map((row) => {
-      const swatch = make("i", { className: row.dash ?? "" }), words = Number.isFinite(row.value) ? row.format(row.value) : "not finite";
+      const swatch = make("i", { className: row.dash ?? "" }), text = Number.isFinite(row.value) ? row.format(row.value) : "not finite";
       swatch.style.background = colours[row.colour] ?? row.colour;
-      const line = make("p", {}, swatch, make("span", { textContent: row.label }), make("b", { textContent: words, title: String(row.value) }));
+      const line = make("p", {}, swatch, make("span", { textContent: row.label }), make("b", { textContent: text, title: String(row.value) }));
       if (row.range[0] < row.range[1]) line.append(make("small", { textContent: `${row.format(row.range[0])} to ${row.format(row.range[1])}` }));
       return line;
     });

@@ -35,9 +35,9 @@ export class Heat {
     this.#all = histograms;
     this.#selected = isSame && step !== undefined ? histograms.findIndex((h) => h.step === step) : null;
     if (this.#selected === -1) this.#selected = null;
-    const last = this.newest, words = last ? `${name} over ${histograms.length} steps; at the newest, ${last.step}, from ${this.format(last.min)} to ${this.format(last.max)}` : `${name}: none yet`;
+    const last = this.newest, label = last ? `${name} over ${histograms.length} steps; at the newest, ${last.step}, from ${this.format(last.min)} to ${this.format(last.max)}` : `${name}: none yet`;
     this.root.setAttribute("aria-label", `${name}. Arrow keys move from step to step.`);
-    this.canvas.setAttribute("aria-label", words);
+    this.canvas.setAttribute("aria-label", label);
     this.root.dataset.steps = String(histograms.length);
     if (this.#selected === null) this.onSelect(null);
     this.draw();

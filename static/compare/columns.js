@@ -8,7 +8,7 @@ import { formatSetting } from "../settings.js";
 import { settings } from "./names.js";
 
 /** Shortens a name or a text to the width of an axis. */
-export const shorten = (words) => shortenMiddle(words, 15);
+export const shorten = (text) => shortenMiddle(text, 15);
 const plain = (v) => String(Number(v.toPrecision(6)));
 /** Returns the training time in seconds, without pauses and waiting. NaN if unknown, as in a running attempt after the first. */
 const trainingSecs = (j) => j.ran_secs ?? (j.attempt === 1 && j.started_at ? (serverNow() - Date.parse(j.started_at)) / 1000 : NaN);
@@ -24,8 +24,8 @@ export const RESULTS = [
 /** Results for which low values are good. Low values are at the top of an axis. */
 const LOW_IS_GOOD = ["loss", "val_loss", "time"];
 
-/** Returns a column of numbers. `at(v)`: position from 0 (minimum, or maximum if `isLowGood`) to 1. `from`: the inverse of `at`. */
-function numberColumn(key, name, values, words, isLowGood = false) {
+/** Returns a column of numbers. `format(v)`: a value as text. `at(v)`: position from 0 (minimum, or maximum if `isLowGood`) to 1. `from`: the inverse of `at`. */
+function numberColumn(key, name, values, format, isLowGood = false) {
   const finite = values.filter(Number.isFinite), low = Math.min(...finite), high = Math.max(...finite);
   // Uses a logarithmic scale for settings such as learning rates, which differ by powers of ten.
   const log = low > 0 && high / low > 20, scaled = (v) => (log ? Math.log(v) : v), span = scaled(high) - scaled(low);
@@ -33,13 +33,13 @@ function numberColumn(key, name, values, words, isLowGood = false) {
   const at = (v) => (!Number.isFinite(v) ? NaN : span > 0 ? flip((scaled(v) - scaled(low)) / span) : 0.5);
   const from = (share) => { const v = scaled(low) + flip(share) * span; return log ? Math.exp(v) : v; };
   const [bottom, top] = isLowGood ? [high, low] : [low, high];
-  return { key, name, values, log, low, high, isLowGood, at, from, ends: finite.length ? [words(bottom), words(top)] : ["", ""], words: (v) => (Number.isFinite(v) ? words(v) : "–") };
+  return { key, name, values, log, low, high, isLowGood, at, from, ends: finite.length ? [format(bottom), format(top)] : ["", ""], format: (v) => (Number.isFinite(v) ? format(v) : "–") };
 }
 
 /** Returns a column of texts. `kinds`: the distinct texts, in sorted order. */
 function textColumn(key, name, values) {
   const kinds = [...new Set(values)].sort(), at = (v) => (kinds.length < 2 ? 0.5 : kinds.indexOf(v) / (kinds.length - 1));
-  return { key, name, values, kinds, at, ends: [kinds[0] ?? "", kinds.at(-1) ?? ""], words: (v) => v };
+  return { key, name, values, kinds, at, ends: [kinds[0] ?? "", kinds.at(-1) ?? ""], format: (v) => v };
 }
 
 /** Whether a column distinguishes jobs: at least two have different values. */

@@ -65,7 +65,7 @@ export class Curves {
       // In the CSV file of groups, positions are in the axis's unit. In the CSV file of jobs, positions are steps.
       column: () => (this.groupBy ? COLUMNS[this.axis] : "step"),
       empty: () => "None of these jobs has a value of this metric yet.",
-      onNote: (words) => setText(note, words && this.groupBy ? "means of groups" : words),
+      onNote: (text) => setText(note, text && this.groupBy ? "means of groups" : text),
     });
     chart.scale = this.#scale;
     chart.smoothing = this.#smoothing;

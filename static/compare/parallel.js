@@ -83,9 +83,9 @@ export class Parallel {
     const x = (i) => 62 + i * (width - 124) / Math.max(1, axes.length - 1), y = (v) => HEIGHT - BOTTOM - v * (HEIGHT - TOP - BOTTOM);
     const svg = makeSvg("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "group", "aria-label": `One line per job across ${axes.map((a) => a.name).join(", ")}` });
     jobs.map((job, j) => ({ job, j })).sort((a, b) => selected.has(a.job.id) - selected.has(b.job.id)).forEach(({ job, j }) => {
-      const points = axes.map((a, i) => [x(i), y(a.at(a.values[j]))]).filter(([, v]) => Number.isFinite(v)), spoken = axes.map((a) => `${a.name} ${a.words(a.values[j])}`);
-      const line = makeSvg("g", { class: `job stroke-${colour(job.id)} ${dash(job.id)}${selected.has(job.id) ? "" : " out"}`, tabindex: 0, role: "img", "data-job": job.id, "aria-label": `${titleOf(job, jobs)}: ${spoken.join(", ")}` });
-      line.append(makeSvg("title", {}, `${titleOf(job, jobs)}\n${spoken.join("\n")}`), makeSvg("polyline", { points: points.map((p) => p.map((v) => v.toFixed(1)).join(",")).join(" ") }), ...points.map(([cx, cy]) => makeSvg("circle", { cx, cy, r: 3.5 })));
+      const points = axes.map((a, i) => [x(i), y(a.at(a.values[j]))]).filter(([, v]) => Number.isFinite(v)), texts = axes.map((a) => `${a.name} ${a.format(a.values[j])}`);
+      const line = makeSvg("g", { class: `job stroke-${colour(job.id)} ${dash(job.id)}${selected.has(job.id) ? "" : " out"}`, tabindex: 0, role: "img", "data-job": job.id, "aria-label": `${titleOf(job, jobs)}: ${texts.join(", ")}` });
+      line.append(makeSvg("title", {}, `${titleOf(job, jobs)}\n${texts.join("\n")}`), makeSvg("polyline", { points: points.map((p) => p.map((v) => v.toFixed(1)).join(",")).join(" ") }), ...points.map(([cx, cy]) => makeSvg("circle", { cx, cy, r: 3.5 })));
       svg.append(line);
     });
     axes.forEach((axis, i) => {
@@ -94,10 +94,10 @@ export class Parallel {
       svg.append(makeSvg("line", { x1: x(i), x2: x(i), y1: TOP, y2: HEIGHT - BOTTOM, class: "axis" }), name,
         makeSvg("text", { x: x(i), y: TOP - 8, class: "end" }, shorten(axis.ends[1])), makeSvg("text", { x: x(i), y: HEIGHT - 8, class: "end" }, shorten(axis.ends[0])));
       if (range) svg.append(makeSvg("rect", { x: x(i) - 8, width: 16, y: y(range[1]) - 2, height: y(range[0]) - y(range[1]) + 4, rx: 3, class: "brush" }));
-      const words = range ? (axis.kinds ? this.selection.brushes.get(axis.key).words.join(", ") : range.map((v) => axis.words(axis.from(v))).join(" to ")) : "all";
+      const rangeText = range ? (axis.kinds ? this.selection.brushes.get(axis.key).texts.join(", ") : range.map((v) => axis.format(axis.from(v))).join(" to ")) : "all";
       svg.append(makeSvg("rect", {
         x: x(i) - 14, width: 28, y: TOP - 8, height: HEIGHT - TOP - BOTTOM + 16, class: "hit", tabindex: 0, role: "slider", "data-axis": axis.key, "aria-orientation": "vertical",
-        "aria-label": `Select jobs by ${axis.name}`, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(100 * (range?.[0] ?? 0)), "aria-valuetext": words,
+        "aria-label": `Select jobs by ${axis.name}`, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(100 * (range?.[0] ?? 0)), "aria-valuetext": rangeText,
       }));
     });
     this.root.replaceChildren(svg);

@@ -95,7 +95,7 @@ export class Scatter {
       return { to: (v) => place.to(column.at(v)), from: place.from, ticks: column.kinds.length > 1.5 * wanted ? [column.kinds[0], column.kinds.at(-1)] : column.kinds, label: shorten };
     }
     const { low, high } = column, share = linear([0, 1], ends), place = !(high > low) ? { to: (v) => (Number.isFinite(v) ? (start + end) / 2 : NaN) } : (column.log ? log : linear)([low, high], column.isLowGood ? ends.toReversed() : ends);
-    return { to: place.to, from: share.from, ticks: !(high > low) ? [low].filter(Number.isFinite) : column.log ? logTicks(low, high, wanted) : linearTicks(low, high, wanted), label: (v) => column.words(v) };
+    return { to: place.to, from: share.from, ticks: !(high > low) ? [low].filter(Number.isFinite) : column.log ? logTicks(low, high, wanted) : linearTicks(low, high, wanted), label: column.format };
   }
 
   /** Draws into any context with a canvas's methods. `isOnPage`: also draws the brush, and emphasises the focused job. */
@@ -153,8 +153,8 @@ export class Scatter {
     const point = this.#points.find(({ job }) => job.id === this.#focusedJob);
     this.tip.hidden = !point;
     if (!point) return;
-    const line = (label, words) => make("p", {}, make("span", { textContent: label }), make("b", { textContent: words }));
-    this.tip.replaceChildren(make("p", { textContent: titleOf(point.job, this.jobs()) }), line(this.x.name, this.x.words(this.x.values[point.i])), line(this.y.name, this.y.words(this.y.values[point.i])));
+    const line = ({ name, values, format }) => make("p", {}, make("span", { textContent: name }), make("b", { textContent: format(values[point.i]) }));
+    this.tip.replaceChildren(make("p", { textContent: titleOf(point.job, this.jobs()) }), line(this.x), line(this.y));
     const tipWidth = this.tip.offsetWidth, left = point.x + 12 + tipWidth > this.plot.right ? point.x - 12 - tipWidth : point.x + 12;
     this.tip.style.transform = `translate(${Math.max(0, left)}px, ${Math.min(point.y, this.plot.bottom - this.tip.offsetHeight)}px)`;
     setText(this.status, [...this.tip.children].map((p) => p.textContent).join(", "));

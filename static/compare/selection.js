@@ -4,7 +4,7 @@
 import { columns } from "./columns.js";
 
 export class Selection extends EventTarget {
-  /** The brush of each column, by key: `{ from, to }` for numbers, `{ words }` for texts. */
+  /** The brush of each column, by key: `{ from, to }` for numbers, `{ texts }` for texts. */
   brushes = new Map();
 
   constructor(jobs) { super(); this.jobs = jobs; }
@@ -14,7 +14,7 @@ export class Selection extends EventTarget {
     for (const [column, range] of changes) {
       if (!range) { this.brushes.delete(column.key); continue; }
       const [from, to] = range, [low, high] = column.kinds ? [] : [column.from(from), column.from(to)].sort((a, b) => a - b);
-      this.brushes.set(column.key, column.kinds ? { words: column.kinds.filter((word) => column.at(word) >= from - 1e-9 && column.at(word) <= to + 1e-9) } : { from: low, to: high });
+      this.brushes.set(column.key, column.kinds ? { texts: column.kinds.filter((text) => column.at(text) >= from - 1e-9 && column.at(text) <= to + 1e-9) } : { from: low, to: high });
     }
     this.dispatchEvent(new Event("change"));
   }
@@ -25,8 +25,8 @@ export class Selection extends EventTarget {
   range(column) {
     const brush = this.brushes.get(column.key);
     if (!brush) return null;
-    if (!brush.words) return [column.at(brush.from), column.at(brush.to)].map((v) => Math.min(1, Math.max(0, v))).sort((a, b) => a - b);
-    const places = brush.words.map(column.at).filter((v) => v >= 0);
+    if (!brush.texts) return [column.at(brush.from), column.at(brush.to)].map((v) => Math.min(1, Math.max(0, v))).sort((a, b) => a - b);
+    const places = brush.texts.map(column.at).filter((v) => v >= 0);
     return places.length ? [Math.min(...places), Math.max(...places)] : [0, 0];
   }
 
@@ -40,9 +40,9 @@ export class Selection extends EventTarget {
       const brush = this.brushes.get(key);
       if (!brush) continue;
       // A brush ends where the pointer was released. A value that rounds to this end belongs to the brush.
-      const slack = brush.words ? 0 : Math.abs(brush.to - brush.from) * 1e-9 + Number.EPSILON * Math.abs(brush.to);
+      const slack = brush.texts ? 0 : Math.abs(brush.to - brush.from) * 1e-9 + Number.EPSILON * Math.abs(brush.to);
       jobs.forEach((job, i) => {
-        const v = values[i], isInside = brush.words ? brush.words.includes(v) : v >= brush.from - slack && v <= brush.to + slack;
+        const v = values[i], isInside = brush.texts ? brush.texts.includes(v) : v >= brush.from - slack && v <= brush.to + slack;
         if (!isInside) selected.delete(job.id);
       });
     }

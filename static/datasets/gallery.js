@@ -15,10 +15,10 @@ const AUGMENTED_PICTURES = 8, VERSIONS = 5;
 /** Describes a job's augmentation in a few words. */
 function augmentation(data) {
   const crop = data.random_resized_crop ? "resized crop" : data.crop_padding ? `crop ${data.crop_padding}` : "";
-  const words = [crop, data.horizontal_flip && "flip", data.vertical_flip && "vertical flip", data.color_jitter?.some((v) => v > 0) && "color jitter"];
-  if (data.augment && data.augment !== "none") words.push(`${data.augment} augment`);
-  if (data.random_erasing > 0) words.push("erasing");
-  return words.filter(Boolean).join(", ");
+  const parts = [crop, data.horizontal_flip && "flip", data.vertical_flip && "vertical flip", data.color_jitter?.some((v) => v > 0) && "color jitter"];
+  if (data.augment && data.augment !== "none") parts.push(`${data.augment} augment`);
+  if (data.random_erasing > 0) parts.push("erasing");
+  return parts.filter(Boolean).join(", ");
 }
 
 export class Gallery {

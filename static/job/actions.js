@@ -92,7 +92,8 @@ export class Actions {
         this.page.beforeDelete();
         try { await ask(`/api/v1/jobs/${job.id}`, { method: "DELETE" }); } catch (error) {
           this.page.deleteFailed();
-          // For example, checkpoints of the job are registered as versions of a model: the same request would be refused again.
+          // Hides the button after a conflict (409), because the same request would be refused again, for example if checkpoints of the job
+          // are registered as versions of a model.
           byId("confirm-yes").hidden = error.status === 409;
           throw error;
         }
@@ -123,9 +124,8 @@ export class Actions {
       for (const line of byId("fork-set").value.split("\n").map((l) => l.trim()).filter(Boolean)) {
         const equals = line.indexOf("=");
         if (equals < 1) throw new Problem(400, { detail: `${line}: write key.path = value, such as train.lr = 0.001` });
-        const words = line.slice(equals + 1).trim();
-        const given = line.slice(0, equals).trim(), field = labels[given.toLowerCase()] ?? given;
-        try { set[field] = JSON.parse(words); } catch { set[field] = words; }
+        const name = line.slice(0, equals).trim(), key = labels[name.toLowerCase()] ?? name, valueText = line.slice(equals + 1).trim();
+        try { set[key] = JSON.parse(valueText); } catch { set[key] = valueText; }
       }
       return { checkpoint: choice.value, set };
     };
@@ -169,9 +169,9 @@ export class Actions {
     note.addEventListener("change", () => save(note, { notes: note.value }));
     tags.addEventListener("change", () => save(tags, { tags: tags.value.split(",") }));
     project.addEventListener("change", () => save(project, { project: project.value.trim() || "default" }));
-    // Text that is typed before the response arrives must stay.
+    // `reloadAnnotations` must not overwrite text that the reader is typing.
     for (const field of fields) field.addEventListener("input", () => this.#touched.add(field));
-    if (document.querySelector(".title .actions").dataset.others !== undefined) {
+    if (document.querySelector(".title .actions").dataset.readOnly !== undefined) {
       for (const field of fields) field.readOnly = true;
       setText(status, "Only the job's owner and admins can change these.");
     }

@@ -75,14 +75,9 @@ export class Facts {
     bar.value = Math.min(step, total);
     bar.dataset.state = job.state;
 
-    if (isOver && job.ran_secs != null) {
-      setLabel("left", "Ran for");
-      setFact("left", clock(job.ran_secs), "");
-    } else {
-      setLabel("left", "Left");
-      const left = job.state === "running" ? job.eta_secs : null;
-      setFact("left", left === null ? "–" : clock(left), left > 60 ? `until ${timeAndDay(now + 1000 * left, 5, now)}` : "");
-    }
+    const ranSecs = isOver ? job.ran_secs ?? null : null, secsLeft = job.state === "running" ? job.eta_secs : null, secs = ranSecs ?? secsLeft;
+    setText(byId("left").closest("div").querySelector("dt"), ranSecs === null ? "Left" : "Ran for");
+    setFact("left", secs === null ? "–" : clock(secs), secsLeft > 60 ? `until ${timeAndDay(now + 1000 * secsLeft, 5, now)}` : "");
     const speed = job.images_per_second;
     setFact("speed", speed ? rate(speed) : "–", speed && this.#rankCount > 1 ? `${rate(speed / this.#rankCount)} per rank` : "");
     const newestLoss = loss && Number.isFinite(loss.newestValue) ? loss.newestValue : job.last.loss;
@@ -240,8 +235,4 @@ function formatResult(name, v) {
 function setFact(id, main, note) {
   setText(byId(id), main);
   setText(byId(`${id}-more`), note);
-}
-
-function setLabel(id, words) {
-  setText(byId(id).closest("div").querySelector("dt"), words);
 }

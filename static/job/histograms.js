@@ -75,9 +75,9 @@ export class Histograms {
   }
 
   /** Sets the status without announcing every new step to a screen reader. */
-  #setStatus(words) {
-    setText(byId("histogram-status"), words);
-    announce(byId("histogram-said"), words);
+  #setStatus(text) {
+    setText(byId("histogram-status"), text);
+    announce(byId("histogram-said"), text);
   }
 
   /** Shows the step to which the reader has moved in the heat map. */

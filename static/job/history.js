@@ -76,7 +76,7 @@ export class History {
 const timeNode = (at) => make("time", { dateTime: at, title: at, textContent: timeAndDay(at, 8) });
 
 function row(entry, i, all) {
-  const [title, words] = describe(entry), at = new Date(entry.at), line = make("li", { "data-what": entry.what });
+  const [title, description] = describe(entry), at = new Date(entry.at), line = make("li", { "data-what": entry.what });
   if (entry.attempt) line.dataset.attempt = entry.attempt;
   if (entry.state) line.dataset.state = entry.state;
   if (entry.reason) line.dataset.code = entry.reason.code;
@@ -86,7 +86,7 @@ function row(entry, i, all) {
     const start = all.find((e) => e.what === "started" && e.attempt === entry.attempt);
     if (start) what.append(make("span", { className: "small", textContent: ` after ${clock((at - new Date(start.at)) / 1000)}` }));
   }
-  if (words) what.append(make("p", { className: "small", textContent: words }));
+  if (description) what.append(make("p", { className: "small", textContent: description }));
   line.append(timeNode(entry.at), what);
   return line;
 }

@@ -290,8 +290,8 @@ function firstShown(lines) {
   return from;
 }
 
-function row({ seq, attempt, rank, number, at, text: words }) {
-  return make("p", { "data-at": `${seq}.${attempt}.${rank}.${number}`, className: ERROR.test(words) ? "bad" : WARNING.test(words) ? "loud" : "" },
+function row({ seq, attempt, rank, number, at, text }) {
+  return make("p", { "data-at": `${seq}.${attempt}.${rank}.${number}`, className: ERROR.test(text) ? "bad" : WARNING.test(text) ? "loud" : "" },
     make("time", { dateTime: at, textContent: timeOfDay(at), title: "Put this line into the page's URL" }),
-    make("b", { textContent: `rank ${rank}`, title: `attempt ${attempt}, line ${number}`, className: `of-${colourOf(rank)}` }), make("span", { textContent: words }));
+    make("b", { textContent: `rank ${rank}`, title: `attempt ${attempt}, line ${number}`, className: `of-${colourOf(rank)}` }), make("span", { textContent: text }));
 }

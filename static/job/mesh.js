@@ -16,13 +16,13 @@ function coordinates(rank, { pipeline = 1, height = 1, model = 1 }, ranks) {
 
 /** Describes a rank's coordinates in the mesh, and its part of stages, pictures and layers. Empty if each rank has everything. */
 export function describePosition(rank, plan, ranks) {
-  const { pipeline = 1, height = 1, model = 1, shard = [] } = plan, { stage, data, row, part } = coordinates(rank, plan, ranks), words = [];
-  if (pipeline * height * model === 1) return words;
-  if (pipeline > 1) words.push(`stage ${stage}`);
-  words.push(`data ${data}`);
-  if (height > 1) words.push(`height ${row}: part ${row + 1} of ${height} of the rows`);
-  if (model > 1) words.push(`model ${part}: part ${part + 1} of ${model} of ${shard.map(({ match }) => match).join(", ") || "the last layer"}`);
-  return words;
+  const { pipeline = 1, height = 1, model = 1, shard = [] } = plan, { stage, data, row, part } = coordinates(rank, plan, ranks), parts = [];
+  if (pipeline * height * model === 1) return parts;
+  if (pipeline > 1) parts.push(`stage ${stage}`);
+  parts.push(`data ${data}`);
+  if (height > 1) parts.push(`height ${row}: part ${row + 1} of ${height} of the rows`);
+  if (model > 1) parts.push(`model ${part}: part ${part + 1} of ${model} of ${shard.map(({ match }) => match).join(", ") || "the last layer"}`);
+  return parts;
 }
 
 /** Returns a square that shows the rank's share of the rows as a part of the height, and its share of the layers as a part of the width. */
@@ -49,9 +49,9 @@ export function drawMesh(list, plan) {
     return make("li", {}, ...head, make("div", { className: "mesh-copies" }, ...groups));
   }));
   const own = pipeline > 1 ? "Ranks of one stage have different pictures, and each stage has the same pictures" : "Each rank has pictures of its own";
-  const words = [stageRanksPerCopy > 1 ? "Ranks in one frame share pictures or layers" : own];
-  if (height > 1) words.push("the filled height is a rank's share of the rows");
-  if (model > 1) words.push("the filled width is a rank's share of the split layers");
-  if (copies < data) words.push(`${count(copies)} of ${count(data)} copies are drawn`);
-  return `${words.join("; ")}.`;
+  const parts = [stageRanksPerCopy > 1 ? "Ranks in one frame share pictures or layers" : own];
+  if (height > 1) parts.push("the filled height is a rank's share of the rows");
+  if (model > 1) parts.push("the filled width is a rank's share of the split layers");
+  if (copies < data) parts.push(`${count(copies)} of ${count(data)} copies are drawn`);
+  return `${parts.join("; ")}.`;
 }

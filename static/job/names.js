@@ -52,12 +52,12 @@ export const GROUPS = [["Training", "lr"], ["Time of a step", "step_ms"], ["floa
 const UNITS = {
   loss: "cross-entropy", accuracy: "%", "gradient norm": "L2", time: "ms", utilisation: "%", power: "W", temperature: "°C", "bytes/s": "bytes/s", bytes: "bytes",
 };
-const withUnit = (words, quantity) => (UNITS[quantity] && UNITS[quantity] !== words ? `${words} (${UNITS[quantity]})` : words);
+const withUnit = (text, quantity) => (UNITS[quantity] && UNITS[quantity] !== text ? `${text} (${UNITS[quantity]})` : text);
 
 /** Returns the title of a metric's axis: its name with its unit, such as `step time (ms)`. */
 export function axisTitle(name) {
-  const { label } = metricInfo(name), words = label === name || /^[A-Z]{2}/.test(label) ? label : label[0].toLowerCase() + label.slice(1);
-  return withUnit(words, quantity(name));
+  const { label } = metricInfo(name), text = label === name || /^[A-Z]{2}/.test(label) ? label : label[0].toLowerCase() + label.slice(1);
+  return withUnit(text, quantity(name));
 }
 
 /**

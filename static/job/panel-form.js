@@ -64,10 +64,10 @@ export class PanelForm {
     const metrics = [...before.metrics.filter((name) => chosen.includes(name)), ...chosen.filter((name) => !before.metrics.includes(name))];
     if (!metrics.length) throw new Problem(400, { detail: "Choose at least one metric." });
     const end = (name, label) => {
-      const words = field(name).value.trim().replace(",", ".");
-      if (words === "") return null;
-      const v = Number(words);
-      if (!Number.isFinite(v)) throw new Problem(400, { detail: `${label}: ${words} is not a number. Give a number, or leave the field empty to fit the axis to the points.` });
+      const typed = field(name).value.trim().replace(",", ".");
+      if (typed === "") return null;
+      const v = Number(typed);
+      if (!Number.isFinite(v)) throw new Problem(400, { detail: `${label}: ${typed} is not a number. Give a number, or leave the field empty to fit the axis to the points.` });
       return v * unitOf(metrics[0]);
     };
     const ends = { y_min: end("min", "From"), y_max: end("max", "To") };

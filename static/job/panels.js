@@ -77,12 +77,12 @@ export class Panels {
   }
 
   /** Shows a message next to the title. Without a message, says which panels the page shows. */
-  #showMessage(words) {
+  #showMessage(message) {
     const standardNote = this.#shown.length ? (this.from === "project" ? `of the project ${this.job().project}` : "")
       : this.#showsDefaults ? "No metric yet: the run's program logs metrics by run.log in Python, or by POST /api/v1/runs/ID/records."
       : this.mayChange ? "None yet. A panel shows a chart of metrics that you choose." : "none";
-    byId("custom-note").dataset.said = words;
-    setText(byId("custom-note"), words || standardNote);
+    byId("custom-note").dataset.said = message;
+    setText(byId("custom-note"), message || standardNote);
   }
 
   #createPanel(panel) {
@@ -94,7 +94,7 @@ export class Panels {
     const axes = sides.map((side) => axisOf(panel.metrics.find((name) => quantity(name) === side)));
     const chart = this.charts.createChart(root, {
       label: panel.title, ...axes[0], rightAxis: axes[1] ?? null, yName: () => axesTitle(panel.metrics), layers: () => this.charts.panelLayers(panel),
-      onNote: (words) => setNote(noteNode, words),
+      onNote: (note) => setNote(noteNode, note),
     });
     chart.smoothing = panel.smoothing;
     chart.scale = panel.log ? "log" : "linear";
@@ -143,8 +143,7 @@ export class Panels {
       this.charts.redraw();
       return this.#shown.find((e) => e.panel === panel)?.card.querySelector(".edit") ?? byId("panel-add");
     };
-    const edited = entry?.panel ?? null;
-    this.form.open(edited, store);
+    this.form.open(entry?.panel ?? null, store);
   }
 
   /** Stores panels as the job's own, after earlier requests, and shows them as stored. */

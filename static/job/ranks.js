@@ -2,7 +2,7 @@
 // A click on a rank's name emphasises the rank's line in the loss chart.
 
 import { readUrl, writeUrl } from "../address.js";
-import { byId, make, setText } from "../page.js";
+import { byId, make, setNote, setText } from "../page.js";
 import { count, millis, percent } from "../numbers.js";
 import { RANK_COLOURS } from "../chart/palette.js";
 import { describePosition } from "./mesh.js";
@@ -186,7 +186,7 @@ export class Ranks {
   draw({ state, cause, attempt, spec: { parallel } }) {
     const isLive = !isFinal(state), times = Array.from({ length: this.metrics.rankCount }, (_, r) => this.#stepTimes(r));
     const longest = Math.max(...times.map((s) => s.step + s.checkpoint).filter(Number.isFinite), 0);
-    setText(byId("ranks-note"), `last ${WINDOW} steps${this.#describeLimit(times)}`);
+    setNote(byId("ranks-note"), `last ${WINDOW} steps${this.#describeLimit(times)}`);
     for (let r = 0; r < times.length; r++) {
       const row = this.#rows.get(r) ?? this.#createRow(r), s = times[r], hasTimes = Number.isFinite(s.step) && longest > 0;
       for (const [part, ms] of [["compute", s.compute], ["wait", s.wait], ["data", s.data], ["checkpoint", s.checkpoint]]) {

@@ -41,9 +41,9 @@ export class Bulk {
   }
 
   /** Shows an error about the selected jobs, until the selection changes. */
-  #showMessage(words) {
+  #showMessage(message) {
     this.#messageFor = [...this.#selected].join();
-    setMessage(byId("bulk-status"), words);
+    setMessage(byId("bulk-status"), message);
   }
 
   #jobs(action) { return [...this.#selected].map((id) => this.find(id)).filter((j) => j && (APPLIES[action]?.(j) ?? true)); }
@@ -74,22 +74,18 @@ export class Bulk {
     this.#showMessage("");
     if (action === "compare") { location.href = `/compare?jobs=${jobs.map((j) => j.id).join(",")}`; return; }
     if (action === "tag") return this.#tag(jobs);
-    const each = (work) => this.#each(jobs, work);
+    const all = plural(jobs.length, "job"), names = jobs.map((j) => j.name).join(", ");
     if (action === "delete") {
       const sizes = await Promise.all(jobs.map((j) => ask(`/api/v1/jobs/${j.id}/size`).then((s) => s.size_bytes, () => 0)));
       return confirmThen({
-        title: `Delete ${plural(jobs.length, "job")}?`, yes: `Delete ${plural(jobs.length, "job")}`,
-        detail: `Their metrics, logs and checkpoints (${bytes(sizes.reduce((a, b) => a + b, 0))}) are deleted for good: ${jobs.map((j) => j.name).join(", ")}.`,
-        act: () => each((j) => ask(`/api/v1/jobs/${j.id}`, { method: "DELETE" })),
+        title: `Delete ${all}?`, yes: `Delete ${all}`,
+        detail: `Their metrics, logs and checkpoints (${bytes(sizes.reduce((a, b) => a + b, 0))}) are deleted for good: ${names}.`,
+        act: () => this.#each(jobs, (j) => ask(`/api/v1/jobs/${j.id}`, { method: "DELETE" })),
       });
     }
-    if (action === "cancel") {
-      return confirmThen({
-        title: `Cancel ${plural(jobs.length, "job")}?`, yes: `Cancel ${plural(jobs.length, "job")}`, detail: `${jobs.map((j) => j.name).join(", ")}. Their checkpoints stay.`,
-        act: () => each((j) => ask(`/api/v1/jobs/${j.id}/cancel`, { method: "POST" })),
-      });
-    }
-    try { await each((j) => ask(`/api/v1/jobs/${j.id}/${action}`, { method: "POST" })); } catch (error) { this.#showMessage(errorText(error)); }
+    const act = () => this.#each(jobs, (j) => ask(`/api/v1/jobs/${j.id}/${action}`, { method: "POST" }));
+    if (action === "cancel") return confirmThen({ title: `Cancel ${all}?`, yes: `Cancel ${all}`, detail: `${names}. Their checkpoints stay.`, act });
+    try { await act(); } catch (error) { this.#showMessage(errorText(error)); }
   }
 
   /**

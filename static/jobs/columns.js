@@ -51,7 +51,7 @@ export class Columns {
     byId("column-form").after(this.error);
     byId("column-form").addEventListener("submit", async (event) => {
       event.preventDefault();
-      const typed = add.value, [job] = this.known().jobs, words = typed.trim().replace(/^spec\./, ""), key = job && !(words in METRICS) ? fullKey(job.spec, words) : words;
+      const typed = add.value, [job] = this.known().jobs, given = typed.trim().replace(/^spec\./, ""), key = job && !(given in METRICS) ? fullKey(job.spec, given) : given;
       setText(this.error, "");
       if (!key || this.#extra.includes(key)) return;
       if (this.#extra.length >= MAX_EXTRA) return setText(this.error, `At most ${MAX_EXTRA} columns can be added: remove a column first.`);
@@ -126,9 +126,9 @@ export class Columns {
       for (const key of this.#extra) before.before(make("td", { className: "num c-extra", "data-key": key, "data-label": label(key) }, make("span"), make("small", { className: "small uncertainty" })));
     }
     for (const cell of row.querySelectorAll(".c-extra")) {
-      const words = valueOf(job, cell.dataset.key), span = cell.firstChild;
-      writeShortened(span, words, NARROW);
-      setText(cell.lastChild, cell.dataset.key === "val_accuracy" && words ? uncertainty(job.last.val_accuracy, job.last.val_pictures) + (trainedValidation(job.diagnosis) && " *") : "");
+      const text = valueOf(job, cell.dataset.key);
+      writeShortened(cell.firstChild, text, NARROW);
+      setText(cell.lastChild, cell.dataset.key === "val_accuracy" && text ? uncertainty(job.last.val_accuracy, job.last.val_pictures) + (trainedValidation(job.diagnosis) && " *") : "");
     }
   }
 

@@ -28,9 +28,9 @@ const dayOf = (at) => {
   return Number.isNaN(date.getTime()) ? "" : `${date.getFullYear()}-${twoDigits(date.getMonth() + 1)}-${twoDigits(date.getDate())}`;
 };
 /** Returns the beginning of the day that is `later` days after this day, in the reader's time zone, as a time for the URL. */
-const startOfDay = (words, later) => {
-  const [year, month, date] = words.split("-").map(Number), at = new Date(year, month - 1, date + later);
-  return words && !Number.isNaN(at.getTime()) ? at.toISOString() : "";
+const startOfDay = (day, later) => {
+  const [year, month, date] = day.split("-").map(Number), at = new Date(year, month - 1, date + later);
+  return day && !Number.isNaN(at.getTime()) ? at.toISOString() : "";
 };
 /** Returns the last day before a time. */
 const lastDayBefore = (at) => dayOf(Date.parse(at) - 1);
@@ -102,15 +102,15 @@ export class FilterMenu {
 
   draw() {
     const { conditions, after, before, owner, project, tags } = filter(), chips = [];
-    const chip = (words, values, what = "filter") => {
-      chips.push(makeButton(`${words} ×`, () => { this.change(values()); this.menu.querySelector("summary").focus(); }, { "aria-label": `Remove the ${what} ${words}` }));
+    const chip = (text, values, what = "filter") => {
+      chips.push(makeButton(`${text} ×`, () => { this.change(values()); this.menu.querySelector("summary").focus(); }, { "aria-label": `Remove the ${what} ${text}` }));
     };
     if (project) chip(`project ${project}`, () => ({ project: "" }));
     for (const tag of tags) chip(`tagged ${tag}`, () => ({ tag: filter().tags.filter((other) => other !== tag).join(",") }));
     if (owner) chip(`of ${owner}`, () => ({ owner: "" }));
-    for (const words of conditions) {
-      const { key, sign, value } = parseCondition(words) ?? { key: words, sign: "", value: "" };
-      chip(`${key} ${sign} ${value}`.trim(), () => ({ where: filter().conditions.filter((other) => other !== words).join(",") }));
+    for (const condition of conditions) {
+      const { key, sign, value } = parseCondition(condition) ?? { key: condition, sign: "", value: "" };
+      chip(`${key} ${sign} ${value}`.trim(), () => ({ where: filter().conditions.filter((other) => other !== condition).join(",") }));
     }
     for (const key of readUrl("group_by").split(",").filter(Boolean)) {
       chip(`by ${key}`, () => ({ group_by: readUrl("group_by").split(",").filter((other) => other !== key).join(","), open: "" }), "grouping");
@@ -124,6 +124,6 @@ export class FilterMenu {
     this.to.value = before ? lastDayBefore(before) : "";
   }
 
-  /** Shows the server's error about the filter or the order, or removes the error if `words` is empty. */
-  showProblem(words) { setMessage(this.problem, words.replace(/^where /, "The filter ")); }
+  /** Shows the server's error about the filter or the order, or removes the error if `message` is empty. */
+  showProblem(message) { setMessage(this.problem, message.replace(/^where /, "The filter ")); }
 }

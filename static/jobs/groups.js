@@ -128,12 +128,12 @@ export class Groups {
   }
 
   #createEntry(group, key) {
-    const cell = (className, ...children) => make("td", { className }, ...children), words = describeGroup(group.values);
-    const name = make("span"), toggle = make("button", { type: "button", className: "group-name", "aria-label": words, "aria-expanded": "false" }, name);
-    writeShortened(name, words);
-    const box = make("input", { type: "checkbox", "aria-label": `Select the jobs of ${words}` });
+    const cell = (className, ...children) => make("td", { className }, ...children), title = describeGroup(group.values);
+    const name = make("span"), toggle = make("button", { type: "button", className: "group-name", "aria-label": title, "aria-expanded": "false" }, name);
+    writeShortened(name, title);
+    const box = make("input", { type: "checkbox", "aria-label": `Select the jobs of ${title}` });
     const head = make("tr", { className: "group-head" }, cell("c-choose", box), cell("c-state"), make("th", { scope: "rowgroup", className: "c-name" }, toggle), cell("c-progress", make("span", { className: "states" })), cell("c-loss"), cell("num c-best"), cell("num c-speed"), cell("num c-age"));
-    const entry = { group, key, words, rows: [], toggle, head, body: make("tbody", { className: "group" }, head) };
+    const entry = { group, key, title, rows: [], toggle, head, body: make("tbody", { className: "group" }, head) };
     toggle.addEventListener("click", () => this.#toggle(entry));
     box.addEventListener("change", async () => {
       const { checked } = box;
@@ -162,7 +162,7 @@ export class Groups {
   }
 
   #fillHead(entry) {
-    const { group, head, body, words } = entry, element = (name) => head.querySelector(`.${name}`), metrics = this.#metrics();
+    const { group, head, body, title } = entry, element = (name) => head.querySelector(`.${name}`), metrics = this.#metrics();
     setText(element("c-state"), plural(group.jobs, "job"));
     setText(element("states"), Object.entries(group.states).map(([state, n]) => `${count(n)} ${state}`).join(" · "));
     element("c-progress").title = element("states").textContent;
@@ -175,7 +175,7 @@ export class Groups {
     }
     setText(element("c-age"), age(Date.parse(group.newest_at), serverNow()));
     element("c-age").title = `The newest: ${group.newest_at}`;
-    body.setAttribute("aria-label", words);
+    body.setAttribute("aria-label", title);
   }
 
   fillAll() {

@@ -9,9 +9,9 @@ const COMPARE = {
   "=": (a, b) => a === b, "!=": (a, b) => a !== b, "<": (a, b) => a < b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, ">=": (a, b) => a >= b,
 };
 
-/** Parses `train.lr > 0.1` into key, sign and value; undefined if `words` is not a condition. */
-export function parseCondition(words) {
-  const found = /^\s*([^=!<>]+?)\s*(!=|<=|>=|==|=|<|>)\s*(.*?)\s*$/.exec(words);
+/** Parses `train.lr > 0.1` into key, sign and value; undefined if the text is not a condition. */
+export function parseCondition(condition) {
+  const found = /^\s*([^=!<>]+?)\s*(!=|<=|>=|==|=|<|>)\s*(.*?)\s*$/.exec(condition);
   return found && { key: found[1].replace(/^spec\./, ""), sign: found[2].replace("==", "="), value: found[3] };
 }
 
@@ -22,8 +22,8 @@ const RESULTS = { best: (job) => job.best?.value, speed: (job) => job.images_per
 const filteredByServer = new WeakSet();
 
 /** Whether a job fulfils a condition on a setting, or if no setting has the name, on a result or on the newest value of a metric. */
-function fulfils(job, words) {
-  const { key, sign, value } = parseCondition(words) ?? {};
+function fulfils(job, condition) {
+  const { key, sign, value } = parseCondition(condition) ?? {};
   // An invalid condition is left to the server, which refuses it.
   if (!sign) return true;
   const found = key === "project" ? job.project : setting(job.spec, key);
@@ -55,13 +55,13 @@ export function filter() {
 export function fits(job, { states, owner, tags, project, conditions, after, before }) {
   const at = Date.parse(job.created_at);
   return (!states.length || states.includes(job.state)) && (!owner || job.owner === owner) && (!project || job.project === project)
-    && tags.every((tag) => job.tags.includes(tag)) && conditions.every((words) => fulfils(job, words))
+    && tags.every((tag) => job.tags.includes(tag)) && conditions.every((condition) => fulfils(job, condition))
     && !(at < Date.parse(after)) && !(at >= Date.parse(before));
 }
 
 /** Whether the text is in the job's name or in a tag. Only the server searches notes, because jobs from a stream have none. */
 export function mentions(job, text) {
-  const has = (words) => words.toLowerCase().includes(text.toLowerCase());
+  const has = (value) => value.toLowerCase().includes(text.toLowerCase());
   return !text || has(job.name) || job.tags.some(has);
 }
 

@@ -64,12 +64,12 @@ export function fillRow(row, job) {
 }
 
 /** Writes the description of a job, and its project. If space is short, the project is shortened first. */
-function writeAbout(node, words, project) {
-  if (node.dataset.whole === words + project) return;
-  node.dataset.whole = node.title = words + project;
+function writeAbout(node, description, project) {
+  if (node.dataset.whole === description + project) return;
+  node.dataset.whole = node.title = description + project;
   node.classList.add("parts");
   const projectNode = make("span", { className: "of" });
-  node.replaceChildren(make("span", { textContent: words }), projectNode);
+  node.replaceChildren(make("span", { textContent: description }), projectNode);
   writeShortened(projectNode, project);
 }
 

@@ -86,7 +86,7 @@ export class Window {
 
   #pad(body, height) {
     body.hidden = height <= 0;
-    const cell = body.rows[0].cells[0], words = `${Math.max(0, height)}px`;
-    if (cell.style.height !== words) cell.style.height = words;
+    const cell = body.rows[0].cells[0], cssHeight = `${Math.max(0, height)}px`;
+    if (cell.style.height !== cssHeight) cell.style.height = cssHeight;
   }
 }

@@ -12,9 +12,9 @@ const textOf = (value) => (typeof value === "string" ? value : JSON.stringify(va
 const number = (id) => { const given = byId(id).value.trim(); return given ? literal(given) : undefined; };
 
 /** Returns the key of a setting, which may be written as the label of its field: `Learning rate`. */
-function keyOf(words) {
+function keyOf(name) {
   const fields = [...document.querySelectorAll("#job-form [data-default]")];
-  return fields.find((field) => field.labels[0].textContent.trim().toLowerCase() === words.toLowerCase())?.name ?? words;
+  return fields.find((field) => field.labels[0].textContent.trim().toLowerCase() === name.toLowerCase())?.name ?? name;
 }
 
 /** Parses the values of a key: `0.1, 0.05`, or a range: `0.001 to 0.1 log`. */

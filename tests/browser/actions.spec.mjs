@@ -294,10 +294,10 @@ describe("on a job's page,", () => {
     await page.locator("#log-rank").selectOption("1");
     await until("only lines of rank 1 are shown", async () => { const ranks = await lines.locator("b").allTextContents(); return ranks.length > 1 && ranks.every((t) => t === "rank 1"); });
     await lines.nth(1).locator("time").click();
-    const words = await lines.nth(1).textContent(), address = new URL(page.url());
+    const text = await lines.nth(1).textContent(), address = new URL(page.url());
     assert.match(address.searchParams.get("line"), /^\d+\.1\.1\.\d+$/);
     const tab = await page.tab(address.pathname + address.search);
-    await until("the link shows the line", async () => (await tab.locator("#log-lines .marked").textContent()) === words);
+    await until("the link shows the line", async () => (await tab.locator("#log-lines .marked").textContent()) === text);
     const file = await page.request.get(new URL(await page.locator("#log-download").getAttribute("href"), page.url()).href);
     assert.match(file.headers()["content-disposition"], /attachment; filename="fast-learner-rank1\.log"/);
     assert.match(await file.text(), /loss is/);

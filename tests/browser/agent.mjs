@@ -3,7 +3,7 @@
 
 import { until } from "./test-server.mjs";
 
-/** Runs in the page and defines `window.agentKit`. */
+/** Runs in the page and defines `window.Agent`. */
 function inPage() {
   const encoder = new TextEncoder(), decoder = new TextDecoder();
 
@@ -42,7 +42,7 @@ function inPage() {
   function decode(buffer) {
     const view = new DataView(buffer);
     let offset = 0;
-    const words = (n) => { const t = decoder.decode(new Uint8Array(buffer, offset, n)); offset += n; return t; };
+    const string = (n) => { const t = decoder.decode(new Uint8Array(buffer, offset, n)); offset += n; return t; };
     const list = (n) => Array.from({ length: n }, get);
     const map = (n) => Object.fromEntries(Array.from({ length: n }, () => [get(), get()]));
     const number = (read, size) => { const v = Number(view[read](offset)); offset += size; return v; };
@@ -51,7 +51,7 @@ function inPage() {
       if (b < 0x80) return b;
       if (b < 0x90) return map(b & 15);
       if (b < 0xa0) return list(b & 15);
-      if (b < 0xc0) return words(b & 31);
+      if (b < 0xc0) return string(b & 31);
       if (b >= 0xe0) return b - 256;
       switch (b) {
         case 0xc0: return null;
@@ -67,9 +67,9 @@ function inPage() {
         case 0xd1: return number("getInt16", 2);
         case 0xd2: return number("getInt32", 4);
         case 0xd3: return number("getBigInt64", 8);
-        case 0xd9: return words(number("getUint8", 1));
-        case 0xda: return words(number("getUint16", 2));
-        case 0xdb: return words(number("getUint32", 4));
+        case 0xd9: return string(number("getUint8", 1));
+        case 0xda: return string(number("getUint16", 2));
+        case 0xdb: return string(number("getUint32", 4));
         case 0xdc: return list(number("getUint16", 2));
         case 0xdd: return list(number("getUint32", 4));
         case 0xde: return map(number("getUint16", 2));
@@ -124,26 +124,33 @@ function inPage() {
       }
     }
 
-    /** Sends records of a rank. Resolves when the server has stored all but `ahead` of them. */
-    async report(attempt, rank, events, ahead = 0) {
+    /** Sends records of a rank. Resolves when the server has stored them. */
+    async report(attempt, rank, events) {
       const source = { rank }, k = key(attempt, source), first = this.#sent.get(k) ?? 0;
       this.#sent.set(k, first + events.length);
       this.say({ type: "report", attempt, source, first, events });
-      while ((this.#stored.get(k) ?? 0) + ahead < first + events.length) await new Promise((done) => this.#waiting.push(done));
-    }
-
-    /** Reports that the attempt has succeeded at `step`. */
-    async end(attempt, step) {
-      this.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", how: "succeeded", step }] });
+      while ((this.#stored.get(k) ?? 0) < first + events.length) await new Promise((done) => this.#waiting.push(done));
     }
   }
-
-  /** Reproducible noise from 0 to 1. */
-  const noise = (n) => { const x = Math.sin(n * 12.9898) * 43758.5453; return x - Math.floor(x); };
-  /** A falling loss with noise, and a peak every 99,991 steps. */
-  const loss = (step, rank) => 2.3 * Math.exp(-step / 3e5) + 0.25 + 0.2 * noise(step * 8 + rank) + (step % 99_991 === 0 ? 1 : 0);
-  window.agentKit = { Agent, loss, noise };
+  window.Agent = Agent;
 }
+
+/** Reproducible noise from 0 to 1. */
+export const noise = (n) => { const x = Math.sin(n * 12.9898) * 43758.5453; return x - Math.floor(x); };
+/** A falling loss with noise, and a peak every 99,991 steps. */
+export const loss = (step, rank) => 2.3 * Math.exp(-step / 3e5) + 0.25 + 0.2 * noise(step * 8 + rank) + (step % 99_991 === 0 ? 1 : 0);
+/** The whole numbers `from` to `to`. */
+export const range = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
+/** The record of a rank's metrics at `steps`. `values`: for each metric, a number or a function of the step. */
+export const metrics = (rank, steps, values) => ({
+  type: "metrics", rank, columns: Object.entries(values).map(([name, value]) => ({ name, steps, values: steps.map((step) => (typeof value === "function" ? value(step) : value)) })),
+});
+
+/** An agent's report of its measurements. `cpuShare`: utilisation of the CPU. `gpus`: measurements of each slot. */
+export const machineSample = (cpuShare, gpus) => ({
+  type: "sample", at: new Date().toISOString(), cpus: 8, host_cpus: 64, cpu_utilization: cpuShare, load: 3.5, memory_used_bytes: 3e9, memory_bytes: 64e9, host_memory_bytes: 256e9,
+  disk_used_bytes: 97e9, disk_bytes: 100e9, disk_read_bytes_per_second: 5e6, disk_written_bytes_per_second: 12e6, network_received_bytes_per_second: 1e6, network_sent_bytes_per_second: 2e6, gpus,
+});
 
 const INFO = {
   format: "idx", classes: ["a", "b"], height: 8, width: 8, channels: 1, mean: [0.5], std: [0.25], broken: [], broken_count: 0,
@@ -160,12 +167,17 @@ export async function simulateAgent(browser, server, slots, { gpus = false } = {
   // Any file of the server: the agent's websocket must have the server's origin.
   await page.goto(`${server.url}/static/icon.svg`);
   await page.evaluate(inPage);
-  await page.evaluate(([n, info, gpus]) => { window.simulatedAgent = new window.agentKit.Agent(n, info, gpus); return window.simulatedAgent.ready; }, [slots, INFO, gpus]);
+  await page.evaluate(([n, info, gpus]) => { window.simulatedAgent = new window.Agent(n, info, gpus); return window.simulatedAgent.ready; }, [slots, INFO, gpus]);
   page.attempt = (job, n = 1) => page.evaluate(([job, n]) => window.simulatedAgent.attempt(job, n), [job, n]);
   page.report = (attempt, rank, events) => page.evaluate(([attempt, rank, events]) => window.simulatedAgent.report(attempt, rank, events), [attempt, rank, events]);
+  page.say = (message) => page.evaluate((message) => window.simulatedAgent.say(message), message);
+  /** Reports that the ranks of an attempt train. */
+  page.begin = (attempt, { total_steps = 1000, steps_per_epoch = 100, start_step = 0, ...fields } = {}) => page.report(attempt, 0, [{ type: "running", total_steps, steps_per_epoch, start_step, ...fields }]);
+  /** Reports a rank's metrics: see `metrics`. */
+  page.reportSteps = (attempt, rank, steps, values) => page.report(attempt, rank, [metrics(rank, steps, values)]);
   /** Ends an attempt, and waits until the server has stored the end. `ended`: fields of the event, such as `{ how: "stopped" }`. */
   page.endAttempt = async (attempt, ended) => {
-    await page.evaluate(([attempt, ended]) => window.simulatedAgent.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", ...ended }] }), [attempt, ended]);
+    await page.say({ type: "report", attempt, source: "agent", first: 0, events: [{ type: "ended", ...ended }] });
     await until("the attempt has ended", async () => (await server.ask(`/jobs/${attempt.job}/attempts`)).attempts.find((a) => a.attempt === attempt.attempt).ended_at !== null);
   };
   const isRegistered = (await server.ask("/datasets")).datasets.some((d) => d.name === "made-up");

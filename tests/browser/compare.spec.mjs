@@ -2,20 +2,17 @@
 // selection, and long names.
 
 import assert from "node:assert/strict";
-import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
-import { simulateAgent, spec } from "./agent.mjs";
+import { metrics, range, simulateAgent, spec } from "./agent.mjs";
 import { assertViews } from "./looks.mjs";
-import { Browser, TestServer, testInFullRun, until } from "./test-server.mjs";
+import { Browser, TestServer, saveChart, testInFullRun, until } from "./test-server.mjs";
 
 const LONG = "resnet20-on-made-up-pictures-with-a-name-that-is-very-long-and-goes-on-lr-0.4-cosine-warmup-5-seed-number-2";
 let server, browser, agent;
 const jobs = [];
 
-const column = (name, steps, value) => ({ name, steps, values: steps.map(value) });
-const range = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
 /** Reports steps with a constant loss, so that means are known, and validation loss (1 higher) at the last step. */
-const train = (attempt, loss, from, to) => agent.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [column("loss", range(from, to), () => loss), column("lr", range(from, to), () => 0.1), column("step_ms", range(from, to), () => 20.5), column("val_loss", [to], () => loss + 1)] }]);
+const train = (attempt, loss, from, to) => agent.report(attempt, 0, [metrics(0, range(from, to), { loss, lr: 0.1, step_ms: 20.5 }), metrics(0, [to], { val_loss: loss + 1 })]);
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
@@ -24,15 +21,12 @@ before(async () => {
     const body = spec(name, 1, 100);
     Object.assign(body.train, { lr, seed });
     const { id } = await server.ask("/jobs", { ...body, tags }), attempt = await agent.attempt(id);
-    await agent.report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 50, start_step: 0 }]);
+    await agent.begin(attempt, { total_steps: 100, steps_per_epoch: 50 });
     await train(attempt, loss, 1, 50);
     await agent.report(attempt, 0, [{ type: "evaluation", epoch: 1, step: 50, samples: 100, accuracy: 1 / (loss + 1), loss: loss + 1, secs: 1.5 }]);
     jobs.push({ id, attempt, name });
   }
-  for (const { id, attempt } of jobs.slice(0, 2)) {
-    await agent.evaluate(([attempt]) => window.simulatedAgent.end(attempt, 100), [attempt]);
-    await until("the job has ended", async () => (await server.job(id)).state === "succeeded");
-  }
+  for (const { attempt } of jobs.slice(0, 2)) await agent.endAttempt(attempt, { how: "succeeded", step: 100 });
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
@@ -66,21 +60,6 @@ describe("charts", () => {
     await page.end();
   });
 
-  testInFullRun("are zoomed in and out by keyboard", async () => {
-    const page = await browser.page(server, comparePath());
-    await untilDrawn(page);
-    const shownRange = () => page.evaluate(() => { const { low, high } = window.lockstep.chart.x; return high - low; });
-    await page.locator("#curves .chart").focus();
-    await page.keyboard.press("ArrowRight");
-    const whole = await shownRange();
-    await page.keyboard.press("+");
-    await until("half of the range is shown", async () => (await shownRange()) < 0.6 * whole);
-    const part = await shownRange();
-    await page.keyboard.press("-");
-    await until("the whole range is shown again", async () => (await shownRange()) > 1.5 * part);
-    await page.end();
-  });
-
   testInFullRun("remove their listeners when they are switched off", async () => {
     const page = await browser.page(server, comparePath());
     await untilDrawn(page);
@@ -106,11 +85,9 @@ describe("charts", () => {
 
 describe("a metric", () => {
   testInFullRun("has the same name, unit and number format as on a job's page", async () => {
-    const { id } = await server.ask("/jobs", spec("measured", 1, 100)), attempt = await agent.attempt(id), steps = range(1, 20);
-    await agent.report(attempt, 0, [
-      { type: "running", total_steps: 100, steps_per_epoch: 50, start_step: 0 },
-      { type: "metrics", rank: 0, columns: [column("accuracy", steps, (step) => 0.005 + step / 25), column("gpu_memory_bytes", steps, (step) => step * 1e8), column("gpu_power_watts", steps, (step) => 300 + step), column("step_ms", steps, () => 20.5)] },
-    ]);
+    const { id } = await server.ask("/jobs", spec("measured", 1, 100)), attempt = await agent.attempt(id);
+    await agent.begin(attempt, { total_steps: 100, steps_per_epoch: 50 });
+    await agent.reportSteps(attempt, 0, range(1, 20), { accuracy: (step) => 0.005 + step / 25, gpu_memory_bytes: (step) => step * 1e8, gpu_power_watts: (step) => 300 + step, step_ms: 20.5 });
     const page = await browser.page(server, `/compare?jobs=${id}&metric=accuracy,gpu_memory_bytes,gpu_power_watts`);
     const card = (metric) => page.locator(`.curve[data-metric=${metric}]`);
     await until("the three charts are drawn", () => page.evaluate(() => [...document.querySelectorAll("#curves .chart")].filter((chart) => Number(chart.dataset.drawn) > 0).length === 3));
@@ -118,10 +95,8 @@ describe("a metric", () => {
     assert.deepEqual(await page.locator("#curves .curve h3").allTextContents(), names);
     assert.ok((await page.locator("#more-metrics option").allTextContents()).includes("✓ GPU power (W)"), "the list of metrics has the same name");
     for (const [metric, name, tick] of [["accuracy", names[0], /^\d+ %$/], ["gpu_memory_bytes", names[1], /^[\d.]+ GB$/], ["gpu_power_watts", names[2], /^\d+ W$/]]) {
-      await card(metric).locator("summary", { hasText: "Save" }).click();
-      const [file] = await Promise.all([page.waitForEvent("download"), card(metric).getByRole("button", { name: "SVG", exact: true }).click()]);
-      const words = [...(await readFile(await file.path(), "utf8")).matchAll(/>([^<>]*)<\/text>/g)].map(([, text]) => text);
-      assert.ok(words.includes(name) && words.some((text) => tick.test(text)), `${metric}: ${words.join(" | ")}`);
+      const texts = [...(await saveChart(page, card(metric), "SVG")).matchAll(/>([^<>]*)<\/text>/g)].map(([, text]) => text);
+      assert.ok(texts.includes(name) && texts.some((text) => tick.test(text)), `${metric}: ${texts.join(" | ")}`);
     }
     // A range of accuracies is entered in percent, as the axis shows it.
     const accuracy = card("accuracy");
@@ -134,8 +109,7 @@ describe("a metric", () => {
     const jobPage = await page.tab(`/jobs/${id}?metric=gpu_power_watts`);
     await until("the job's page has drawn the metric", () => jobPage.evaluate(() => window.lockstep?.charts.lr.firstDrawnAt > 0));
     assert.deepEqual(await jobPage.evaluate(() => ["accuracy", "lr"].map((name) => window.lockstep.charts[name].yName())), ["accuracy (%)", names[2]]);
-    await agent.evaluate(([attempt]) => window.simulatedAgent.end(attempt, 100), [attempt]);
-    await until("the job has ended", async () => (await server.job(id)).state === "succeeded");
+    await agent.endAttempt(attempt, { how: "succeeded", step: 100 });
     await page.end();
   });
 });
@@ -216,9 +190,7 @@ describe("a file of groups", () => {
       await page.locator(`button[data-axis=${axis}]`).click();
       const drawnFrom = () => page.evaluate(() => window.lockstep.chart.layers()[0].series.segments[0].steps[0]);
       await until(`the chart is drawn by ${axis}`, async () => Math.abs(await drawnFrom() - start) < 1e-6, 20_000);
-      await card.locator("summary", { hasText: "Save" }).click();
-      const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "CSV", exact: true }).click()]);
-      const [head, row] = (await readFile(await file.path(), "utf8")).split("\n");
+      const [head, row] = (await saveChart(page, card, "CSV")).split("\n");
       assert.equal(head, `line,attempt,${column},points,min,max,mean`);
       assert.ok(Math.abs(Number(row.split(",")[2]) - start) < 1e-6, row);
     }
@@ -284,16 +256,11 @@ describe("the selection", () => {
       assert.equal(await page.locator(`#picker li:has(input[value="${jobs[i].id}"]) i`).evaluate((node) => getComputedStyle(node).backgroundColor), colour);
     }
     const card = page.locator("section", { has: page.locator("#scatter") });
-    const saved = async (kind) => {
-      await card.locator("summary", { hasText: "Save" }).click();
-      const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: kind, exact: true }).click()]);
-      return readFile(await file.path());
-    };
-    const svg = (await saved("SVG")).toString();
-    for (const words of ["loss by train.lr", "train.lr", "loss", "fast", "slow", LONG]) assert.ok(svg.includes(`>${words}</text>`), `${words} in the picture`);
+    const svg = await saveChart(page, card, "SVG");
+    for (const text of ["loss by train.lr", "train.lr", "loss", "fast", "slow", LONG]) assert.ok(svg.includes(`>${text}</text>`), `${text} in the picture`);
     for (const colour of legend) assert.ok(svg.includes(`fill="${colour}" opacity="0.9"`), `a point of ${colour}`);
-    assert.equal((await saved("PNG")).subarray(1, 4).toString(), "PNG");
-    const rows = (await saved("CSV")).toString().trim().split("\n");
+    assert.equal((await saveChart(page, card, "PNG")).subarray(1, 4).toString(), "PNG");
+    const rows = (await saveChart(page, card, "CSV")).trim().split("\n");
     assert.equal(rows[0], "id,name,train.lr,loss");
     assert.equal(rows[1], `${jobs[0].id},fast,0.4,1`);
     await page.end();
@@ -316,6 +283,8 @@ describe("results", () => {
       [[job(0.525, 78, "pets", { id: "j0aaaaa" }), job(0.615, 78, "pets", { id: "j0bbbbb" })], "pets78 · bbbbb (61.5 %) and pets78 · aaaaa (52.5 %) differ by 9.0 points, which is less than two standard errors of the difference (15.8 points), so these results do not show which is better."],
     ];
     for (const [pair, note] of notes) assert.equal(await page.evaluate(async (pair) => (await import("/static/compare/caution.js")).caution(pair), pair), note);
+    await page.locator("button[data-settings=all]").click();
+    assert.match(await page.locator("#settings tr").first().getAttribute("class"), /different/, "different settings come first");
     const sort = page.locator("#results-head button", { hasText: /^val\. loss$/ });
     await sort.click();
     const values = () => page.locator("#results [data-column='val. loss']").evaluateAll((all) => all.map((cell) => Number(cell.title)));

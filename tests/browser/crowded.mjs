@@ -1,14 +1,13 @@
 // A server after much use: names of maximum length, many jobs, failed and queued jobs. And the pages that show them.
 
-import assert from "node:assert/strict";
-import { simulateAgent, spec } from "./agent.mjs";
+import { loss, metrics, noise, range, simulateAgent, spec } from "./agent.mjs";
 import { sql } from "./five-jobs.mjs";
 import { until } from "./test-server.mjs";
 
 /** A name of the maximum length, 120 characters, without a place for a line break. */
-const LONG = "resnet50-imagenet-with-a-name-that-says-all-lr-0.4-cosine-warmup-5-label-smoothing-0.1-mixup-0.2-cutmix-1.0-ema-0.9999-x";
+export const LONG = "resnet50-imagenet-with-a-name-that-says-all-lr-0.4-cosine-warmup-5-label-smoothing-0.1-mixup-0.2-cutmix-1.0-ema-0.9999-x";
 
-/** Fills a server without an agent. Returns the ids of a running, a finished, a failed and a queued job and of a sweep, and the name of a
+/** Fills a server that has no agent yet, through a simulated agent. Returns the ids of a running, a finished, a failed and a queued job and of a sweep, and the name of a
  *  model. `furtherJobs`: number of further jobs, of which every third stays queued. */
 export async function fillServer(server, browser, furtherJobs = 60) {
   const jobs = {};
@@ -16,18 +15,17 @@ export async function fillServer(server, browser, furtherJobs = 60) {
   const submit = (name, ranks, fields = {}) => server.ask("/jobs", { ...spec(name, ranks, 1000), ...fields });
   const longTexts = { project: "a-project-with-a-long-name-of-forty-chars", tags: ["a-tag-that-is-forty-characters-long-truly", "b"].map((tag) => tag.slice(0, 40)), notes: `${"a-word-without-an-end".repeat(12)}\n\nand a second line` };
   const train = async (id, ranks, lastStep) => {
-    const attempt = await agent.attempt(id);
-    await agent.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
-    await agent.evaluate(async ([attempt, ranks, lastStep]) => {
-      const steps = Array.from({ length: lastStep }, (_, i) => i + 1), column = (name, value) => ({ name, steps, values: steps.map(value) });
-      for (let rank = 0; rank < ranks; rank++) await window.simulatedAgent.report(attempt, rank, [
-        { type: "metrics", rank, columns: [column("loss", (s) => window.agentKit.loss(s * 3000, rank)), column("accuracy", (s) => 0.3 + s / 900), column("step_ms", (s) => 40.5 + window.agentKit.noise(s)), ...(rank ? [] : [column("lr", () => 0.1), { name: "val_accuracy", steps: [lastStep], values: [0.875] }, { name: "val_loss", steps: [lastStep], values: [0.5] }])] },
-        { type: "log", rank, lines: steps.slice(-20).map((n) => ({ number: n, at: new Date().toISOString(), text: n % 5 ? `rank ${rank} did step ${n}` : `a/path/that/has/no/end/${"directory/".repeat(20)}file-${n}.safetensors` })) },
-      ]);
-      const layer = (name, kind, output_shape, parameters, time_us) => ({ name, kind, output_shape, parameters, time_us });
-      await window.simulatedAgent.report(attempt, 0, [{ type: "network", layers: Array.from({ length: 20 }, (_, i) => layer(`layer${1 + (i >> 3)}.${i % 8}.a_block_with_a_long_name.conv1`, "conv 3x3", [64, 32, 32], 36_864, 310.5)) },
-        ...[10, 20, 30].map((step) => ({ type: "histograms", step, layers: Array.from({ length: 20 }, (_, i) => ({ name: `layer${1 + (i >> 3)}.${i % 8}.a_block_with_a_long_name.conv1.weight`, kind: "weight", min: -0.3, max: 0.3, counts: Array.from({ length: 64 }, (_, k) => 40 - Math.abs(k - 32)) })) }))]);
-    }, [attempt, ranks, lastStep]);
+    const attempt = await agent.attempt(id), steps = range(1, lastStep), layers = range(0, 19).map((i) => `layer${1 + (i >> 3)}.${i % 8}.a_block_with_a_long_name.conv1`);
+    await agent.begin(attempt);
+    for (let rank = 0; rank < ranks; rank++) await agent.report(attempt, rank, [
+      metrics(rank, steps, { loss: (s) => loss(s * 3000, rank), accuracy: (s) => 0.3 + s / 900, step_ms: (s) => 40.5 + noise(s), ...(rank ? {} : { lr: 0.1 }) }),
+      ...(rank ? [] : [metrics(rank, [lastStep], { val_accuracy: 0.875, val_loss: 0.5 })]),
+      { type: "log", rank, lines: steps.slice(-20).map((n) => ({ number: n, at: new Date().toISOString(), text: n % 5 ? `rank ${rank} did step ${n}` : `a/path/that/has/no/end/${"directory/".repeat(20)}file-${n}.safetensors` })) },
+    ]);
+    await agent.report(attempt, 0, [
+      { type: "network", layers: layers.map((name) => ({ name, kind: "conv 3x3", output_shape: [64, 32, 32], parameters: 36_864, time_us: 310.5 })) },
+      ...[10, 20, 30].map((step) => ({ type: "histograms", step, layers: layers.map((name) => ({ name: `${name}.weight`, kind: "weight", min: -0.3, max: 0.3, counts: range(0, 63).map((k) => 40 - Math.abs(k - 32)) })) })),
+    ]);
     return attempt;
   };
   jobs.running = (await submit(LONG, 4, longTexts)).id;
@@ -58,8 +56,7 @@ export async function fillServer(server, browser, furtherJobs = 60) {
   jobs.queued = (await submit(`queued-${LONG}`.slice(0, 120), 8, longTexts)).id;
   for (let n = 0; n < furtherJobs; n++) { const { id } = await submit(`many ${n}`, 8, n % 2 ? longTexts : {}); if (n % 3) await server.ask(`/jobs/${id}/cancel`, {}); }
   const panels = ["loss", "lr", "step_ms"].map((metric) => ({ title: `${metric}, and a title as long as it may be, which is eighty characters and no more`.slice(0, 80), metrics: [metric] }));
-  const response = await fetch(`${server.url}/api/v1/jobs/${jobs.running}/panels`, { method: "PUT", headers: { "content-type": "application/json" }, body: JSON.stringify({ panels }) });
-  assert.ok(response.ok, await response.text());
+  await server.ask(`/jobs/${jobs.running}/panels`, { panels }, "PUT");
   return jobs;
 }
 
@@ -80,7 +77,7 @@ export const PAGES = [
   ["sweep", (jobs) => `/sweeps/${jobs.sweep}`, has("#parallel .job", 4)], ["models", () => "/models", has("[data-model]")], ["model", (jobs) => `/models/${jobs.model}`, has("[data-version]", 2)],
 ];
 
-/** Further pages, which are similar to `PAGES`. */
+/** Further pages in the format of `PAGES`, which only the full test run opens. */
 export const MORE_PAGES = [
   ["audit", () => "/audit"], ["sweeps", () => "/sweeps", has("tbody tr")], ["docs", () => "/docs"], ["webhooks", () => "/webhooks"], ["nowhere", () => "/nowhere"],
   ["jobs-groups", () => "/jobs?group_by=tag", has(".group-head", 3)],

@@ -3,8 +3,8 @@
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
-import { simulateAgent, spec } from "./agent.mjs";
-import { Browser, TestServer, testInFullRun, until, untilAsRendered } from "./test-server.mjs";
+import { range, simulateAgent, spec } from "./agent.mjs";
+import { Browser, TestServer, saveChart, testInFullRun, until, untilLive, untilAsRendered } from "./test-server.mjs";
 
 const STEP_MS = [10, 20, 60];
 let server, browser, agent;
@@ -14,18 +14,15 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-const begin = (attempt, start_step = 0) => agent.report(attempt, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step }]);
+const begin = (attempt, start_step = 0) => agent.begin(attempt, { total_steps: 600, start_step });
 /** Reports steps with the durations of STEP_MS in turn. */
 const reportSteps = async (attempt, ranks, from, to) => {
-  const steps = Array.from({ length: to - from + 1 }, (_, i) => from + i), column = (name, value) => ({ name, steps, values: steps.map(value) });
-  for (let rank = 0; rank < ranks; rank++) {
-    await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", (s) => 2 - s / 400 + rank / 10), column("accuracy", (s) => s / 1000), column("step_ms", (s) => STEP_MS[s % 3])] }]);
-  }
+  for (let rank = 0; rank < ranks; rank++) await agent.reportSteps(attempt, rank, range(from, to), { loss: (s) => 2 - s / 400 + rank / 10, accuracy: (s) => s / 1000, step_ms: (s) => STEP_MS[s % 3] });
 };
 const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
 const checkpoint = (step) => ({ type: "checkpoint", epoch: 1, step, val_accuracy: 0.5, val_loss: 1.5, validation: { pictures: 187, fingerprint: "5f3a" }, best: true, size_bytes: 188743680 });
-const number = (words) => Number(words.match(/[\d,.]+/)?.[0].replaceAll(",", ""));
-const untilShows = (page, selector, words) => until(`${selector} says ${words}`, async () => (await page.locator(selector).first().textContent()).includes(words));
+const number = (text) => Number(text.match(/[\d,.]+/)?.[0].replaceAll(",", ""));
+const untilShows = (page, selector, text) => until(`${selector} says ${text}`, async () => (await page.locator(selector).first().textContent()).includes(text));
 
 test("numbers and names have the same texts on a rendered and on a live page", async () => {
   const cases = JSON.parse(await readFile(new URL("../../web/src/texts.json", import.meta.url), "utf8")), page = await browser.page(server, "/jobs");
@@ -59,7 +56,7 @@ describe("a job", () => {
     attempt = await agent.attempt(job.id, 2);
     await begin(attempt, 290);
     const page = await browser.page(server, `/jobs/${job.id}`), list = await page.tab("/jobs"), compare = await page.tab(`/compare?jobs=${job.id}`);
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     const evaluation = (epoch, accuracy) => ({ type: "evaluation", epoch, step: 290, samples: 100, accuracy, loss: 1.5, secs: 1.5 });
     await agent.report(attempt, 0, [evaluation(2, 0.875), evaluation(3, 0.75)]);
     await reportSteps(attempt, 2, 291, 320);
@@ -74,11 +71,11 @@ describe("a job", () => {
     await untilShows(list, `tr[data-id="${job.id}"] [data-f=speed]`, speedText);
     assert.equal(await list.locator(`tr[data-id="${job.id}"] [data-f=best]`).textContent(), "87.5 %", "the best accuracy, not the last");
     // An accuracy of few pictures is shown with its standard error and their number.
-    for (const [tab, selector, words] of [
+    for (const [tab, selector, text] of [
       [list, `tr[data-id="${job.id}"] .c-best`, "87.5 % ± 3.3 of 100"],
       [compare, "#results [data-column='best accuracy']", "87.5 % ± 3.3 of 100"],
       [compare, "#results [data-column='val. accuracy']", "75.0 % so far ± 4.3 of 100"],
-    ]) await untilShows(tab, selector, words);
+    ]) await untilShows(tab, selector, text);
     await until("Compare shows the same speed", async () => (await compare.locator("#results [data-column='images/s']").textContent()) === speedText);
     await until("the list and the page agree on the time left", async () => {
       const left = await page.locator("#left").textContent();
@@ -116,7 +113,7 @@ describe("a job", () => {
     await page.end();
   });
 
-  test("that waits or failed before its first step shows why and what to do, in place of empty charts", async () => {
+  test("that waits, failed or was cancelled before its first step shows why and what to do, in place of empty charts", async () => {
     const busy = await server.ask("/jobs", spec("busy", 4, 600)), attempt = await agent.attempt(busy.id);
     await begin(attempt);
     const waits = await server.ask("/jobs", spec("waits", 4, 600)), page = await browser.page(server, `/jobs/${waits.id}`);
@@ -126,7 +123,11 @@ describe("a job", () => {
     await until("the page says that nothing needs to be done", async () => /^What to do\s+Nothing: the job starts by itself/.test(await todo.innerText()));
     assert.ok(!await page.locator("#loss-chart").isVisible(), "no empty chart");
     await untilAsRendered(page);
-    await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
+    const cancelled = await page.tab(`/jobs/${busy.id}`);
+    await until("the chart of the running job says that it has no point", async () => (await cancelled.locator("#loss-chart").getAttribute("data-empty")) === "No point yet.");
+    await server.ask(`/jobs/${busy.id}/cancel`, {});
+    await agent.endAttempt(attempt, { how: "stopped" });
+    await until("the message names the cancellation", async () => /cancelled before its first step/.test(await cancelled.locator(".instead").innerText()));
     const nextAttempt = await agent.attempt(waits.id);
     await begin(nextAttempt);
     await until("the job runs, and the banner with the earlier reason is gone", async () => (await page.locator("#state").textContent()) === "running" && !(await page.locator("#banner").isVisible()));
@@ -147,16 +148,15 @@ describe("a job that continues with fewer ranks", () => {
     const { id } = await server.ask("/jobs", { ...spec("fewer", 4, 600), recovery: { min_ranks: 2, wait_seconds: 0 } });
     const first = await agent.attempt(id);
     const reportTimes = async (attempt, stepMs, to) => {
-      const steps = Array.from({ length: to }, (_, i) => i + 1), column = (name, value) => ({ name, steps, values: steps.map(() => value) });
-      for (const [rank, ms] of stepMs.entries()) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", attempt.attempt + rank / 4), column("step_ms", ms), column("all_reduce_ms", 1.5), column("data_ms", 0.5)] }]);
+      for (const [rank, ms] of stepMs.entries()) await agent.reportSteps(attempt, rank, range(1, to), { loss: attempt.attempt + rank / 4, step_ms: ms, all_reduce_ms: 1.5, data_ms: 0.5 });
     };
     await begin(first);
     await reportTimes(first, [40.5, 10.5, 10.5, 10.5], 100);
     const page = await browser.page(server, `/jobs/${id}`);
     await until("four lanes are shown", async () => (await page.locator("#ranks li:visible").count()) === 4);
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     // The machine leaves in an orderly way and joins again with half of its slots.
-    await agent.evaluate(() => window.simulatedAgent.say({ type: "leaving", reason: "the agent was stopped" }));
+    await agent.say({ type: "leaving", reason: "the agent was stopped" });
     await agent.endAttempt(first, { how: "stopped" });
     await agent.close();
     agent = await simulateAgent(browser.chromium, server, 2);
@@ -191,12 +191,12 @@ describe("a job that continues with fewer ranks", () => {
 describe("a log", () => {
   test("that does not follow its end shows each line once, including lines that arrive during a read", async () => {
     const { id } = await server.ask("/jobs", spec("writes", 1, 600)), attempt = await agent.attempt(id), at = new Date().toISOString();
-    const write = (from, to) => agent.report(attempt, 0, [{ type: "log", rank: 0, lines: Array.from({ length: to - from + 1 }, (_, i) => ({ number: from + i, at, text: `line ${from + i} of it` })) }]);
+    const write = (from, to) => agent.report(attempt, 0, [{ type: "log", rank: 0, lines: range(from, to).map((number) => ({ number, at, text: `line ${number} of it` })) }]);
     await begin(attempt);
     for (let from = 1; from <= 300; from += 50) await write(from, from + 49);
     const page = await browser.page(server, `/jobs/${id}`), box = page.locator("#log-lines"), follow = page.locator("#log-follow");
     const untilAnnounced = (n) => until(`the page knows of ${n} lines`, async () => (await box.getAttribute("data-lines")) === String(n));
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     await untilAnnounced(300);
     await box.evaluate((b) => { b.scrollTop = 0; });
     await until("the log no longer follows its end", async () => !await follow.isChecked());
@@ -227,11 +227,11 @@ describe("a log", () => {
 describe("a chart", () => {
   test("of a newly chosen metric has the points that arrive while its history is read", async () => {
     const { id } = await server.ask("/jobs", spec("chosen", 1, 600)), attempt = await agent.attempt(id);
-    const reportNorms = (from, to) => agent.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "grad_norm", steps: Array.from({ length: to - from + 1 }, (_, i) => from + i), values: Array.from({ length: to - from + 1 }, () => 1.5) }] }]);
+    const reportNorms = (from, to) => agent.reportSteps(attempt, 0, range(from, to), { grad_norm: 1.5 });
     await begin(attempt);
     await reportNorms(1, 20);
     const page = await browser.page(server, `/jobs/${id}`), seq = () => page.evaluate(() => window.lockstep.seq);
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     await page.route("**/metrics?name=grad_norm*", async (route) => {
       const response = await route.fetch(), before = await seq();
       await reportNorms(21, 30);
@@ -251,8 +251,7 @@ describe("a chart", () => {
     const job = await server.ask("/jobs", spec("drawn", 2, 600)), attempt = await agent.attempt(job.id);
     await begin(attempt);
     await reportSteps(attempt, 2, 1, 200);
-    const column = { name: "loss", steps: [201], values: [5000] };
-    for (const rank of [0, 1]) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column] }]);
+    for (const rank of [0, 1]) await agent.reportSteps(attempt, rank, [201], { loss: 5000 });
     await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
     const page = await browser.page(server, `/jobs/${job.id}`);
     const axis = () => page.evaluate(() => { const { y } = window.lockstep.charts.loss; return [y.low, y.high]; });
@@ -273,108 +272,12 @@ describe("a chart", () => {
     const tab = await page.tab(address.pathname + address.search);
     await until("a link restores the same chart", async () => (await tab.evaluate(() => { const c = window.lockstep?.charts.loss; return c?.y && [c.y.low, c.y.high, c.smoothing, c.robust].join(); })) === "0.5,2.5,0.85,true");
 
-    await card.locator("summary", { hasText: "Save" }).click();
-    const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "SVG", exact: true }).click()]);
-    const svg = await readFile(await file.path(), "utf8");
-    for (const words of ["drawn · Loss of each rank", "loss (cross-entropy)", "optimizer step", "rank 0", "rank 1"]) assert.ok(svg.includes(`>${words}</text>`), `${words} in the picture`);
-    await card.locator("summary", { hasText: "Save" }).click();
-    const [png] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "PNG", exact: true }).click()]);
-    const bytes = await readFile(await png.path());
+    const svg = await saveChart(page, card, "SVG");
+    for (const text of ["drawn · Loss of each rank", "loss (cross-entropy)", "optimizer step", "rank 0", "rank 1"]) assert.ok(svg.includes(`>${text}</text>`), `${text} in the picture`);
+    const bytes = await saveChart(page, card, "PNG");
     assert.equal(bytes.subarray(1, 4).toString(), "PNG");
     const box = await page.locator("#loss-chart").boundingBox();
     assert.ok(bytes.readUInt32BE(20) / 2 > box.height + 60, "the picture has space for names around the chart");
-    await page.end();
-  });
-});
-
-describe("the list", () => {
-  testInFullRun("has rows of equal height, shows chosen columns, and filters by states, tags and notes", async () => {
-    const long = "resnet20-imagenet-subset-with-a-very-long-name-lr-0.1-warmup-5-cosine-seed-7", reason = "/data/imagenet-subset/train/n01440764/n01440764_10026.JPEG cannot be read: unexpected end of file";
-    const longNamed = await server.ask("/jobs", spec(long, 2, 600)), attempt = await agent.attempt(longNamed.id);
-    await begin(attempt);
-    await reportSteps(attempt, 2, 1, 20);
-    await agent.endAttempt(attempt, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: reason } });
-    const annotated = await server.ask("/jobs", spec("short", 1, 600)), page = await browser.page(server, "/jobs"), row = (job) => page.locator(`tr[data-id="${job.id}"]`);
-    for (const job of [longNamed, annotated]) await until("the job is listed", () => row(job).isVisible());
-    const response = await fetch(`${server.url}/api/v1/jobs/${annotated.id}`, { method: "PATCH", headers: { "content-type": "application/json" }, body: JSON.stringify({ notes: "a strange plateau", tags: ["baseline"] }) });
-    assert.ok(response.ok);
-    for (const width of [1024, 1440, 1920]) {
-      await page.setViewportSize({ width, height: 1000 });
-      const heights = await page.locator("#rows tr").evaluateAll((all) => all.map((tr) => Math.round(tr.getBoundingClientRect().height)));
-      assert.equal(new Set(heights).size, 1, `heights at ${width}: ${heights}`);
-    }
-    const name = row(longNamed).locator("[data-f=name]");
-    assert.deepEqual([await name.textContent(), await name.getAttribute("title")], [long, long]);
-    assert.ok(await name.locator(".cut-tail").isVisible() && (await name.locator(".cut-tail").textContent()) === "-cosine-seed-7", "the name is cut between two words");
-    assert.equal(await row(longNamed).locator("[data-f=reason]").getAttribute("title"), reason);
-    assert.match(await row(longNamed).locator("[data-f=reason]").textContent(), /^\/data[^ ]*…[^ ]*\.JPEG cannot be read: unexpected end of file$/, "a long path is cut, so that the error is visible");
-
-    await page.locator("#columns > summary").click();
-    await page.getByLabel("Best accuracy").uncheck();
-    for (const key of ["train.batch_size", "tag:baseline", "step"]) {
-      await page.getByLabel("A setting, metric or tag").fill(key);
-      await page.locator("#columns").getByRole("button", { name: "Add", exact: true }).click();
-      await until(`${key} is added`, () => page.locator(`#jobs thead [data-key="${key}"]`).isVisible());
-    }
-    await page.reload();
-    await until("the chosen columns are shown", async () => (await page.locator("#jobs thead .c-extra").allTextContents()).join() === "train.batch_size,#baseline,Step");
-    assert.equal(new URL(page.url()).searchParams.get("columns"), "progress,loss,speed,age,train.batch_size,tag:baseline,step");
-    assert.equal(await row(longNamed).locator(".c-best").isVisible(), false);
-    await until("the cells have values", async () => (await row(annotated).locator(".c-extra").allTextContents()).join() === "8,yes,0" && (await row(longNamed).locator(".c-extra").allTextContents()).join() === "8,,20");
-    const newPage = await page.tab("/jobs");
-    await until("a new page has the same columns", async () => (await newPage.locator("#jobs thead .c-extra").count()) === 3);
-
-    const listed = async () => (await page.locator("#rows tr").evaluateAll((all) => all.map((tr) => tr.dataset.state))).sort();
-    await page.goto(`${server.url}/jobs`);
-    await until("all jobs are listed", async () => (await listed()).length >= 4);
-    const filter = (name) => page.locator("#filters").locator(`[data-state="${name}"]`).click();
-    await filter("failed");
-    await until("jobs of one state are listed", async () => new Set(await listed()).size === 1);
-    await filter("succeeded");
-    await until("jobs of two states are listed", async () => [...new Set(await listed())].join() === "failed,succeeded");
-    assert.equal(new URL(page.url()).searchParams.get("state"), "failed,succeeded");
-    await page.reload();
-    await until("the URL keeps both states", async () => [...new Set(await listed())].join() === "failed,succeeded");
-    await filter("");
-    for (const words of ["plateau", "BASELINE"]) {
-      await page.locator("#search").fill(words);
-      await until(`${words} finds the job`, async () => (await page.locator("#rows tr").count()) === 1 && row(annotated).isVisible());
-    }
-    await page.locator("#search").fill("");
-    await page.evaluate(() => localStorage.clear());
-    await server.ask(`/jobs/${annotated.id}/cancel`, {});
-    await page.end();
-  });
-});
-
-describe("compared jobs", () => {
-  testInFullRun("keep their colours, list different settings first, and have a chart of validation loss", async () => {
-    const jobs = [];
-    for (const [name, batch_size] of [["first", 8], ["second", 8], ["third", 4]]) {
-      const job = await server.ask("/jobs", { ...spec(name, 2, 600), train: { steps: 600, batch_size } });
-      const attempt = await agent.attempt(job.id);
-      await begin(attempt);
-      await reportSteps(attempt, 2, 1, 50);
-      await agent.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "val_loss", steps: [25, 50], values: [1.5, 1.25] }] }]);
-      jobs.push({ ...job, attempt });
-      if (name !== "third") await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
-    }
-    const page = await browser.page(server, `/compare?jobs=${jobs.map((j) => j.id).join(",")}`);
-    const colours = () => page.locator("#compare-legend li").evaluateAll((all) => Object.fromEntries(all.map((li) => [li.textContent, li.querySelector("i").className])));
-    const coloursOfThree = await until("all jobs are in the legend", async () => { const c = await colours(); return Object.keys(c).length === 3 && c; });
-    assert.equal(new Set(Object.values(coloursOfThree)).size, 3);
-    await page.locator("#results").getByRole("button", { name: "Leave out first" }).click();
-    const coloursOfTwo = await until("one job is left out", async () => { const c = await colours(); return Object.keys(c).length === 2 && c; });
-    assert.deepEqual(coloursOfTwo, { second: coloursOfThree.second, third: coloursOfThree.third }, "the others keep their colours");
-    assert.equal(await page.locator("#picker li", { hasText: "second" }).locator("i").getAttribute("class"), coloursOfThree.second, "the list has the same colour");
-    await page.locator("button[data-settings=all]").click();
-    assert.match(await page.locator("#settings tr").first().getAttribute("class"), /different/, "different settings come first");
-    await page.locator("button[data-metric=val_loss]").click();
-    await until("validation loss is drawn", async () => (await page.evaluate(() => window.lockstep.chart.snapshot().map((s) => s.points))).join() === "2,2");
-    await reportSteps(jobs[2].attempt, 2, 51, 60);
-    await agent.report(jobs[2].attempt, 0, [{ type: "metrics", rank: 0, columns: [{ name: "val_loss", steps: [60], values: [1.1] }] }]);
-    await until("the chart follows the running job", async () => (await page.evaluate(() => window.lockstep.chart.snapshot().map((s) => s.points))).join() === "2,3");
-    await agent.endAttempt(jobs[2].attempt, { how: "succeeded", step: 600 });
     await page.end();
   });
 });

@@ -38,6 +38,5 @@ export const columnHead = (page, name) => page.getByRole("columnheader", { name 
 export async function removeJob(server, id) {
   await server.ask(`/jobs/${id}/cancel`, {}).catch(() => {});
   await until("the job has ended", async () => (await server.job(id)).state === "cancelled");
-  const response = await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "DELETE" });
-  if (response.status !== 204) throw new Error(`${id} is not deleted: ${response.status}`);
+  await server.ask(`/jobs/${id}`, undefined, "DELETE");
 }

@@ -152,7 +152,7 @@ describe("groups of the list", () => {
     await until("a new job is counted and shown", async () => (await jobNames(page, "held")).join() === "holder,later" && (await group(page, "held").locator(".group-head .c-state").textContent()) === "2 jobs", 20_000);
     await server.ask(`/jobs/${id}/cancel`, {});
     await until("the group counts the cancelled job", async () => /1 cancelled/.test(await group(page, "held").locator(".group-head .c-progress").textContent()), 20_000);
-    await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "DELETE" });
+    await server.ask(`/jobs/${id}`, undefined, "DELETE");
     await until("the deleted job is gone", async () => (await jobNames(page, "held")).join() === "holder" && (await group(page, "held").locator(".group-head .c-state").textContent()) === "1 job", 20_000);
     await page.goto(`${server.url}/jobs?group_by=train.lrr`);
     await until("the nearest key is suggested", async () => /did you mean "train\.lr"\?/.test(await page.locator("#list-problem").textContent()));

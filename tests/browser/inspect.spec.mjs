@@ -127,8 +127,8 @@ describe("a model", () => {
     await dialog.getByLabel("Description", { exact: true }).fill("the first try");
     await dialog.getByRole("button", { name: "Register", exact: true }).click();
     await page.waitForURL(`${server.url}/models/clothes`);
-    const words = await version(1).innerText();
-    for (const part of ["1-40 of looked at", " of 187 pictures", "fashion-mnist", "the first try"]) assert.ok(words.includes(part), `${part} in ${words}`);
+    const text = await version(1).innerText();
+    for (const part of ["1-40 of looked at", " of 187 pictures", "fashion-mnist", "the first try"]) assert.ok(text.includes(part), `${part} in ${text}`);
     assert.equal(await version(1).getByRole("link", { name: "1-40 of looked at" }).getAttribute("href"), `/jobs/${job.id}?checkpoint=${job.id}-1-40`);
     for (const name of ["Download the weights of version 1", "Download version 1 as ONNX"]) {
       const file = await version(1).getByRole("link", { name }).getAttribute("href");

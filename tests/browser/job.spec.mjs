@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { Browser, TestServer, testInFullRun, losses, pixels, state, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, losses, pixels, state, until, untilLive } from "./test-server.mjs";
 
 let server, browser;
 before(async () => { [server, browser] = await Promise.all([TestServer.open(), Browser.open()]); });
@@ -169,7 +169,7 @@ db.commit()`, join(server.dir, "lockstep.db"), id]);
       const curves = await losses(page);
       return curves["rank 0"]?.points > 5 && curves["rank 1"]?.points > 5;
     });
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     await server.crash();
     await until("the page shows that it reconnects", async () => (await page.locator("#live").textContent()) === "reconnecting");
     const before = (await losses(page))["rank 0"].points;

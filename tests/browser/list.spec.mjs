@@ -86,7 +86,7 @@ describe("the filters", () => {
   test("show settings and days as chips, and report invalid filters", async () => {
     const page = await browser.page(server, "/jobs?sort=name", { expectedErrors: [/400/] });
     await page.locator(".narrow summary").click();
-    const add = async (words) => { await page.getByLabel("A setting or result: ").fill(words); await page.keyboard.press("Enter"); };
+    const add = async (column) => { await page.getByLabel("A setting or result: ").fill(column); await page.keyboard.press("Enter"); };
     await add("train.lr >= 0.2");
     await untilListed(page, "berta,carl");
     assert.equal(queryOf(page).get("where"), "train.lr>=0.2");
@@ -134,7 +134,7 @@ describe("the filters", () => {
   testInFullRun("accept a setting without its table if only one table has the setting", async () => {
     const page = await browser.page(server, "/jobs?sort=name", { expectedErrors: [/400/] });
     await page.locator(".narrow summary").click();
-    const add = async (words) => { await page.getByLabel("A setting or result: ").fill(words); await page.keyboard.press("Enter"); };
+    const add = async (column) => { await page.getByLabel("A setting or result: ").fill(column); await page.keyboard.press("Enter"); };
     await add("lr > 0.1");
     await untilListed(page, "berta,carl");
     assert.equal(queryOf(page).get("where"), "lr>0.1");
@@ -195,10 +195,10 @@ describe("the filters", () => {
 
   test("search names, tags and notes", async () => {
     const page = await browser.page(server, "/jobs?sort=name");
-    for (const [words, expected] of [["ARL", "carl"], ["warm up", "berta"], ["needle", "carl"], ["", "anna,berta,carl,dora,holder"]]) {
-      await page.getByRole("searchbox").fill(words);
+    for (const [query, expected] of [["ARL", "carl"], ["warm up", "berta"], ["needle", "carl"], ["", "anna,berta,carl,dora,holder"]]) {
+      await page.getByRole("searchbox").fill(query);
       await untilListed(page, expected);
-      assert.equal(queryOf(page).get("q") ?? "", words);
+      assert.equal(queryOf(page).get("q") ?? "", query);
     }
     await page.end();
   });
@@ -274,10 +274,9 @@ describe("several jobs at once", () => {
 describe("columns", () => {
   test("show the newest value of any metric, sort by it, and refuse an unknown metric", async () => {
     const { jobs: [{ id }] } = await server.ask("/jobs?q=holder&fields=id");
-    await agent.evaluate(async (id) => {
-      const attempt = await window.simulatedAgent.attempt(id), column = (name, ...values) => ({ name, steps: values.map((_, i) => i + 1), values });
-      await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 10, start_step: 0 }, { type: "metrics", rank: 0, columns: [column("grad_norm", 2.5, 0.5), column("step_ms", 12, 14), column("cpu_utilization", 0.25)] }]);
-    }, id);
+    const attempt = await agent.attempt(id);
+    await agent.begin(attempt, { total_steps: 100, steps_per_epoch: 10 });
+    await agent.reportSteps(attempt, 0, [1, 2], { grad_norm: (s) => (s === 1 ? 2.5 : 0.5), step_ms: (s) => 10 + 2 * s, cpu_utilization: 0.25 });
     const page = await browser.page(server, "/jobs?columns=loss,grad_norm,step_ms&sort=-grad_norm", { expectedErrors: [/400/] });
     const cell = (key) => page.locator(`tr[data-id="${id}"] [data-key="${key}"]`).textContent();
     await until("both values are shown", async () => (await cell("grad_norm")) === "0.5000" && (await cell("step_ms")) === "14.0 ms");
@@ -292,7 +291,7 @@ describe("columns", () => {
     await until("the error suggests the nearest key", async () => /did you mean "train\.lr"\?/.test(await page.locator("#columns .error").textContent()));
     assert.equal(await page.locator("thead .c-extra").count(), 3);
     // A new value is shown when it arrives.
-    await agent.evaluate(async (id) => window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [{ type: "metrics", rank: 0, columns: [{ name: "grad_norm", steps: [3], values: [0.75] }] }]), id);
+    await agent.reportSteps(attempt, 0, [3], { grad_norm: 0.75 });
     await until("the newest value is shown", async () => (await cell("grad_norm")) === "0.7500");
     await page.end();
     const refused = await fetch(`${server.url}/api/v1/jobs?metrics=grad_nrom`);
@@ -319,6 +318,7 @@ describe("columns", () => {
     await untilListed(page, "anna,berta,carl,dora,holder");
     await columnHead(page, "#warm up").click();
     await until("jobs with the tag come first", async () => (await jobNames(page))[0] === "berta");
+    assert.deepEqual((await page.locator('#rows [data-key="tag:warm up"] span').allTextContents()).slice(0, 2), ["yes", ""]);
     assert.equal(queryOf(page).get("sort"), "-tag:warm up");
     await columnHead(page, "#warm up").click();
     await until("jobs with the tag come last", async () => (await jobNames(page)).at(-1) === "berta");
@@ -400,12 +400,12 @@ async function measureCut(page, node) {
     let end = 0;
     for (let x = 0; x < width; x++) for (let y = 0; y < height; y++) { const i = 4 * (y * width + x); if (Math.abs(data[i] - data[0]) + Math.abs(data[i + 1] - data[1]) + Math.abs(data[i + 2] - data[2]) > 150) end = x + 1; }
     ctx.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
-    const widthOf = (words) => ctx.measureText(words).width, whole = node.textContent, available = node.getBoundingClientRect().width;
+    const widthOf = (text) => ctx.measureText(text).width, whole = node.textContent, available = node.getBoundingClientRect().width;
     // Positions between words: before a slash, a dash or an underscore, and after a space.
     const ends = [...whole].map((_, i) => i).filter((i) => i && ((/[/_-]/.test(whole[i]) && !/[/_-]/.test(whole[i - 1])) || (whole[i - 1] === " " && whole[i] !== " ")));
     const shown = ends.filter((i) => widthOf(`${whole.slice(0, i).trimEnd()}…`) <= available).at(-1);
     const spaces = /\s$/.test(whole.slice(0, shown)) ? widthOf(" ") : 0;
-    return { isCut: node.scrollWidth > node.clientWidth, end, expected: widthOf(`${whole.slice(0, shown)}…`) - spaces, words: whole.slice(0, shown) };
+    return { isCut: node.scrollWidth > node.clientWidth, end, expected: widthOf(`${whole.slice(0, shown)}…`) - spaces, text: whole.slice(0, shown) };
   }, png);
 }
 
@@ -418,9 +418,9 @@ describe("a cut name", () => {
     for (const width of [1024, 1240, 1290, 1440]) {
       await page.setViewportSize({ width, height: 900 });
       for (const id of ids) {
-        const { isCut, end, expected, words } = await measureCut(page, page.locator(`tr[data-id="${id}"] [data-f=name] .cut-head`));
+        const { isCut, end, expected, text } = await measureCut(page, page.locator(`tr[data-id="${id}"] [data-f=name] .cut-head`));
         assert.ok(isCut, `at ${width} the name is cut`);
-        assert.ok(Math.abs(end - expected) < 4, `at ${width} the text is “${words}…”: ${expected} pixels, not ${end}`);
+        assert.ok(Math.abs(end - expected) < 4, `at ${width} the text is “${text}…”: ${expected} pixels, not ${end}`);
       }
     }
     await page.goto(`${server.url}/jobs?group_by=project`);

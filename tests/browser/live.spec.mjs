@@ -1,10 +1,10 @@
-// Updates of an open page: lanes with the GPUs' measurements, the delay of the stream, the end of a job, a machine that
-// leaves. The agent is simulated, so no test waits for training.
+// Updates of an open page: lanes with the GPUs' measurements, the delay of the stream, the end of a job. The agent is simulated, so no test
+// waits for training.
 
 import assert from "node:assert/strict";
 import { after, afterEach, before, describe, test } from "node:test";
-import { simulateAgent, spec } from "./agent.mjs";
-import { Browser, TestServer, testInFullRun, losses, until } from "./test-server.mjs";
+import { loss, metrics, range, simulateAgent, spec } from "./agent.mjs";
+import { Browser, TestServer, testInFullRun, losses, until, untilLive } from "./test-server.mjs";
 
 const RANKS = 4;
 let server, browser, agent, runningJob = null;
@@ -18,28 +18,17 @@ after(async () => { await browser?.close(); await server?.close(); });
 
 /** Starts a job on all ranks and reports `steps` steps. */
 async function startJob(name, steps) {
-  const job = runningJob = await server.ask("/jobs", spec(name, RANKS, 1000));
-  await agent.evaluate(async ([id, ranks, steps]) => {
-    const attempt = await window.simulatedAgent.attempt(id);
-    await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
-    const numbers = Array.from({ length: steps }, (_, i) => i + 1);
-    for (let rank = 0; rank < ranks; rank++) {
-      const column = (name, value) => ({ name, steps: numbers, values: numbers.map(value) });
-      await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [
-        column("loss", (s) => window.agentKit.loss(s, rank)), column("step_ms", () => 40.5), column("all_reduce_ms", () => 10.5), column("data_ms", () => 5.5),
-        column("gpu_utilization", () => 0.75 + rank / 16), column("gpu_memory_bytes", () => 12.3e9 + 0.5), column("gpu_power_watts", () => 350.5 + rank), column("gpu_temperature_celsius", () => 71.25),
-      ] }]);
-    }
-  }, [job.id, RANKS, steps]);
+  const job = runningJob = await server.ask("/jobs", spec(name, RANKS, 1000)), attempt = job.attempt = await agent.attempt(job.id);
+  await agent.begin(attempt);
+  for (let rank = 0; rank < RANKS; rank++) await agent.reportSteps(attempt, rank, range(1, steps), {
+    loss: (s) => loss(s, rank), step_ms: 40.5, all_reduce_ms: 10.5, data_ms: 5.5,
+    gpu_utilization: 0.75 + rank / 16, gpu_memory_bytes: 12.3e9 + 0.5, gpu_power_watts: 350.5 + rank, gpu_temperature_celsius: 71.25,
+  });
   return job;
 }
-const reportLosses = (job, steps) => agent.evaluate(async ([id, ranks, steps]) => {
-  const attempt = await window.simulatedAgent.attempt(id);
-  for (let rank = 0; rank < ranks; rank++) await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agentKit.loss(s, rank)) }] }]);
-}, [job.id, RANKS, steps]);
 const end = (job, step) => {
   runningJob = null;
-  return agent.evaluate(async ([id, step]) => window.simulatedAgent.end(await window.simulatedAgent.attempt(id), step), [job.id, step]);
+  return agent.endAttempt(job.attempt, { how: "succeeded", step });
 };
 
 /** Records the titles of the page's notifications in `window.notified`. While `window.isAway` is set, the page counts as hidden and draws no frame. */
@@ -56,7 +45,7 @@ describe("a page of several ranks", () => {
   test("shows in each rank's lane the parts of a step, the rank's status, and the GPU's utilisation, memory, temperature and power", async () => {
     const job = await startJob("on GPUs", 60), page = await browser.page(server, `/jobs/${job.id}`), lane = (rank) => page.locator(`#ranks li[data-rank="${rank}"]`);
     await until("four lanes are shown", async () => (await page.locator("#ranks li").count()) === RANKS);
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     const parts = await until("the lane is divided", async () => {
       const widths = await lane(1).locator(".lane span").evaluateAll((all) => Object.fromEntries(all.map((s) => [s.className, parseFloat(s.style.width) || 0])));
       return widths["k-compute"] > 0 && widths;
@@ -64,31 +53,23 @@ describe("a page of several ranks", () => {
     assert.ok(Math.abs(parts["k-wait"] / parts["k-compute"] - 10.5 / 24.5) < 0.02 && Math.abs(parts["k-data"] / parts["k-compute"] - 5.5 / 24.5) < 0.02, JSON.stringify(parts));
     const note = page.locator("#ranks-note");
     assert.equal(await note.textContent(), "last 50 steps · limited by computing");
-    await agent.evaluate(async ([id, ranks]) => {
-      const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: 50 }, (_, i) => 61 + i);
-      const column = (name, value) => ({ name, steps, values: steps.map(() => value) });
-      for (let rank = 0; rank < ranks; rank++) await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("step_ms", 40.5), column("data_ms", 10.5)] }]);
-    }, [job.id, RANKS]);
+    for (let rank = 0; rank < RANKS; rank++) await agent.reportSteps(job.attempt, rank, range(61, 110), { step_ms: 40.5, data_ms: 10.5 });
     await until("data loading limits the speed", async () => (await note.textContent()) === "last 50 steps · limited by data loading (26 % of a step)");
     /** Reports further steps of 40.5 ms, with the given times in all-reduce for each rank. */
-    const reportWaits = (from, waits) => agent.evaluate(async ([id, from, waits]) => {
-      const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: 50 }, (_, i) => from + i);
-      const column = (name, value) => ({ name, steps, values: steps.map(() => value) });
-      for (const [rank, wait] of waits.entries()) await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("step_ms", 40.5), column("data_ms", 0.5), column("all_reduce_ms", wait)] }]);
-    }, [job.id, from, waits]);
+    const reportWaits = async (from, waits) => {
+      for (const [rank, wait] of waits.entries()) await agent.reportSteps(job.attempt, rank, range(from, from + 49), { step_ms: 40.5, data_ms: 0.5, all_reduce_ms: wait });
+    };
     await reportWaits(111, [30.5, 32.5, 28.5, 30.5]);
     await until("all-reduce takes longer than computing", async () => /^last 50 steps · limited by communication \(all-reduce takes 70 % of a step\)$/.test(await note.textContent()));
     await reportWaits(161, [30.5, 30.5, 1.5, 30.5]);
     await until("three ranks wait for rank 2", async () => /^last 50 steps · limited by rank 2: the others wait for it$/.test(await note.textContent()));
     await reportWaits(211, [10.5, 10.5, 10.5, 10.5]);
     await until("computing takes longest", async () => (await note.textContent()) === "last 50 steps · limited by computing");
-    const words = await lane(1).locator(".rank-about").innerText();
-    for (const value of ["81 %", "12 GB", "71 °C", "352 W"]) assert.ok(words.includes(value), `${value} in ${words}`);
+    const text = await lane(1).locator(".rank-about").innerText();
+    for (const value of ["81 %", "12 GB", "71 °C", "352 W"]) assert.ok(text.includes(value), `${value} in ${text}`);
 
-    const reportStatus = (status) => agent.evaluate(async ([id, status]) => {
-      const attempt = await window.simulatedAgent.attempt(id);
-      await window.simulatedAgent.report(attempt, 2, [{ type: "rank", rank: 2, report: { status, step: 60, epoch: 1, step_ms: 40.5, all_reduce_ms: 10.5, data_ms: 5.5, images_per_second: 790.5, pid: 4321, device: "GPU 2", axis_ms: { pipeline: 0, data: 8.1, height: 0, model: 2.4 } } }]);
-    }, [job.id, status]);
+    const report = { step: 60, epoch: 1, step_ms: 40.5, all_reduce_ms: 10.5, data_ms: 5.5, images_per_second: 790.5, pid: 4321, device: "GPU 2", axis_ms: { pipeline: 0, data: 8.1, height: 0, model: 2.4 } };
+    const reportStatus = (status) => agent.report(job.attempt, 2, [{ type: "rank", rank: 2, report: { status, ...report } }]);
     await reportStatus("checkpointing");
     await until("the rank has the status checkpointing", async () => /GPU 2.*checkpointing.*step 60/s.test(await lane(2).locator(".rank-about").innerText()));
     assert.equal(await lane(2).locator(".rank-axes").innerText(), "data 20 %", "only axes with several ranks are shown");
@@ -152,7 +133,7 @@ describe("a page that stays open", () => {
     [isCut, holdsLive] = [true, true];
     await socket.close();
     await until("the page reconnects", async () => (await live.textContent()) === "reconnecting");
-    await reportLosses(job, [11, 12, 13]);
+    for (let rank = 0; rank < RANKS; rank++) await agent.reportSteps(job.attempt, rank, [11, 12, 13], { loss: (s) => loss(s, rank) });
     // The events are this old when the page receives them.
     await new Promise((done) => setTimeout(done, 3200));
     isCut = false;
@@ -166,7 +147,7 @@ describe("a page that stays open", () => {
   });
 
   test("selects the best checkpoint until another is chosen, and classifies its pictures again after a change", async () => {
-    const job = await startJob("improves", 10), attempt = await agent.attempt(job.id), page = await browser.page(server, `/jobs/${job.id}?tab=classify`);
+    const job = await startJob("improves", 10), { attempt } = job, page = await browser.page(server, `/jobs/${job.id}?tab=classify`);
     const evaluated = [], classes = page.locator("#classify-results ol span"), reliability = page.locator("#classify-reliability");
     // The predicted class names the checkpoint of the request.
     await page.route("**/predict", (route) => route.fulfill({ json: { predictions: [{ classes: [{ class: route.request().url().match(/(\d+-\d+)\/predict$/)[1], probability: 0.5 }] }] } }));
@@ -183,11 +164,11 @@ describe("a page that stays open", () => {
       ]);
       await until("the checkpoint is listed", async () => (await rows.first().locator("[data-f=label]").textContent()) === `${epoch}-${step}`);
     };
-    const selects = (panel, words) => until(`${panel} selects ${words}`, async () => (await page.locator(`#${panel}-checkpoint option:checked`).textContent()) === words);
+    const selects = (panel, label) => until(`${panel} selects ${label}`, async () => (await page.locator(`#${panel}-checkpoint option:checked`).textContent()) === label);
     const predicts = (checkpoint, accuracy) => until(`the classes and the accuracy are of ${checkpoint}`, async () => (
       (await classes.allTextContents()).join() === checkpoint && (await reliability.textContent()).includes(`: ${accuracy} %`)));
 
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     assert.match(await page.locator("#classify-status").textContent(), /^No checkpoint yet/);
     await report(1, 0.5, 1.5, { isBest: true });
     await until("the accuracy has its standard error and its number of pictures", async () => (await page.locator("#accuracy").textContent()) === "50.0 % ± 5.0 of 100");
@@ -228,9 +209,9 @@ describe("a page that stays open", () => {
   test("shows where a lower learning rate can be set when a job diverges", async () => {
     const job = await startJob("diverges", 10), page = await browser.page(server, `/jobs/${job.id}`);
     const words = "training has diverged at step 10 (epoch 1): the loss is not finite. Try a lower train.lr";
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     runningJob = null;
-    await agent.endAttempt(await agent.attempt(job.id), { how: "failed", retriable: false, reason: { code: "diverged", rank: 0, step: 10, detail: words, words } });
+    await agent.endAttempt(job.attempt, { how: "failed", retriable: false, reason: { code: "diverged", rank: 0, step: 10, detail: words, words } });
     await until("the link is shown", async () => (await page.locator("#diagnosis").textContent()) === "Start the job again with train.lr = 0.001. · try train.lr = 0.001");
     assert.equal(await page.locator("#diagnosis a").getAttribute("href"), `/jobs/new?from=${job.id}&set=train.lr=0.001`);
     assert.match(await page.locator("#banner").textContent(), /The job failed:\s+training has diverged at step 10/);
@@ -253,12 +234,12 @@ describe("a page that stays open", () => {
     await until("the page's scripts have run", () => page.locator("#keys").isVisible());
     await page.getByRole("button", { name: "Notify me when jobs end" }).click();
     await until("the choice is stored", () => page.getByRole("button", { name: "Do not notify me when jobs end" }).isVisible());
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     await page.evaluate(() => { window.isAway = true; });
-    await agent.evaluate(async (id) => window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [
-      { type: "metrics", rank: 0, columns: [{ name: "accuracy", steps: [10], values: [0.5] }, { name: "val_accuracy", steps: [5, 10], values: [0.4, 0.5] }] },
+    await agent.report(job.attempt, 0, [
+      metrics(0, [10], { accuracy: 0.5 }), metrics(0, [5, 10], { val_accuracy: (step) => (step === 5 ? 0.4 : 0.5) }),
       { type: "evaluation", epoch: 1, step: 10, samples: 40, accuracy: 0.5, loss: 1.5, secs: 1.5 },
-    ]), job.id);
+    ]);
     await until("the page says that the accuracy improves", async () => (await page.locator("#diagnosis").textContent()) === "Validation accuracy improves: the newest, 50.0 % ± 7.9 of 40 pictures, is the best so far; the best before was 40.0 %.");
     await end(job, 10);
     await until("the notification is shown", async () => (await page.evaluate(() => window.notified)).length > 0);
@@ -286,7 +267,7 @@ describe("a page that stays open", () => {
       assert.deepEqual(await page.evaluate(() => window.notified), expected);
       // The connection is renewed, and the list is read again.
       await page.evaluate(() => dispatchEvent(new Event("online")));
-      await until("the list has been read", async () => (await state.allTextContents()).every((words) => words === "succeeded"));
+      await until("the list has been read", async () => (await state.allTextContents()).every((text) => text === "succeeded"));
       assert.deepEqual(await page.evaluate(() => window.notified), expected, "no end is notified twice");
       await page.end();
     }
@@ -354,17 +335,5 @@ describe("a page that stays open", () => {
       }
       await page.end();
     }
-  });
-
-  test("shows a machine's slots, their jobs, and that the machine has left", async () => {
-    const job = await startJob("held", 10), page = await browser.page(server, "/machines"), card = page.locator(".machine");
-    await until("each slot names its job and rank", async () => (await card.locator(".slots li").allInnerTexts()).filter((t) => /held\s+rank \d/.test(t)).length === RANKS);
-    assert.match(await card.locator(".pill").first().textContent(), /online/);
-    await end(job, 10);
-    await until("slots are free again", async () => (await card.locator(".slots .busy").count()) === 0);
-    await agent.evaluate(() => window.simulatedAgent.socket.close());
-    await until("the machine is not online", async () => !/online/.test(await card.locator(".pill").first().textContent()));
-    await until("the machine's slots are offline", async () => (await card.locator(".slots li").allInnerTexts()).every((t) => /offline/.test(t)));
-    await page.end();
   });
 });

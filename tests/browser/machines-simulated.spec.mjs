@@ -6,25 +6,19 @@ import { mkdtemp, rm } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { dirname, join } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { simulateAgent, spec } from "./agent.mjs";
+import { machineSample, range, simulateAgent, spec } from "./agent.mjs";
 import { assertAccessible } from "./looks.mjs";
-import { BINARY, Browser, TestServer, testInFullRun, until } from "./test-server.mjs";
+import { BINARY, Browser, TestServer, testInFullRun, until, untilLive } from "./test-server.mjs";
 
 let server, browser, agent;
-/** The id of the job that the first test starts and the test of findings ends. */
-let runningJob;
+/** The attempt that the first test starts and the test of findings ends. */
+let runningAttempt;
 
 /** Reports measurements with this utilisation of the CPU and of GPU 0. */
-const reportSample = (share) => agent.evaluate((share) => window.simulatedAgent.say({
-  type: "sample", at: new Date().toISOString(), cpus: 8, host_cpus: 64, cpu_utilization: share, load: 3.5, memory_used_bytes: 3e9, memory_bytes: 64e9, host_memory_bytes: 256e9,
-  disk_used_bytes: 60e9, disk_bytes: 100e9, disk_read_bytes_per_second: 5e6, disk_written_bytes_per_second: 12e6, network_received_bytes_per_second: 1e6, network_sent_bytes_per_second: 2e6,
-  gpus: [
-    { slot: 0, utilization: share, memory_used_bytes: Math.round(80e9 * share), temperature_celsius: 61.5, power_watts: 412.5 },
-    { slot: 1, utilization: 0.015625, memory_used_bytes: 1e9, temperature_celsius: 33.5, power_watts: 71.5 },
-  ],
-}), share);
-
-const end = (id) => agent.evaluate(async (id) => window.simulatedAgent.end(await window.simulatedAgent.attempt(id), 100), id);
+const reportSample = (share) => agent.say(machineSample(share, [
+  { slot: 0, utilization: share, memory_used_bytes: Math.round(80e9 * share), temperature_celsius: 61.5, power_watts: 412.5 },
+  { slot: 1, utilization: 0.015625, memory_used_bytes: 1e9, temperature_celsius: 33.5, power_watts: 71.5 },
+]));
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
@@ -36,8 +30,7 @@ describe("machines with GPUs", () => {
   test("show each slot's job, measurements and charts", async () => {
     const body = spec("on a GPU", 1, 100);
     body.parallel.device = "cuda";
-    runningJob = (await server.ask("/jobs", body)).id;
-    await agent.evaluate((id) => window.simulatedAgent.attempt(id).then(() => {}), runningJob);
+    runningAttempt = await agent.attempt((await server.ask("/jobs", body)).id);
     await reportSample(0.25);
     const page = await browser.page(server, "/machines"), slot = (n) => page.locator(`[data-slot="${n}"]`);
     await until("the first slot shows its measurements", async () => /25 %/.test(await slot(0).innerText()));
@@ -64,31 +57,29 @@ describe("machines with GPUs", () => {
     body.train.precision = "fp16";
     const { id } = await server.ask("/jobs", body), page = await browser.page(server, `/jobs/${id}`);
     const heading = (name) => page.getByRole("heading", { name, exact: true });
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     assert.ok(!(await heading("Loss scale").isVisible()), "the chart is hidden before its first point");
-    await agent.evaluate(async (id) => {
-      const attempt = await window.simulatedAgent.attempt(id), steps = [1, 2, 3, 4], column = (name, values) => ({ name, steps, values });
-      await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 100, steps_per_epoch: 100, start_step: 0 },
-        { type: "metrics", rank: 0, columns: [column("loss", [2.5, 2.25, 2.125, 2.0625]), column("loss_scale", [65536.5, 32768.5, 32768.5, 32768.5]), column("skipped_steps", [0.5, 1.5, 1.5, 1.5])] }]);
-    }, id);
+    const attempt = await agent.attempt(id);
+    await agent.begin(attempt, { total_steps: 100 });
+    await agent.reportSteps(attempt, 0, range(1, 4), { loss: (s) => 2 + 1 / s, loss_scale: (s) => (s === 1 ? 65536.5 : 32768.5), skipped_steps: (s) => (s === 1 ? 0.5 : 1.5) });
     for (const [name, title] of [["loss_scale", "Loss scale"], ["skipped_steps", "Skipped steps"]]) {
       await until(`${title} is drawn`, async () => (await heading(title).isVisible()) && Number(await page.locator(`#${name}-chart`).getAttribute("data-drawn")) > 0);
     }
     assert.match(await page.locator("#loss_scale-chart").getAttribute("aria-label") ?? "", /Loss scale/);
-    await end(id);
+    await agent.endAttempt(attempt, { how: "succeeded", step: 100 });
     await page.end();
   });
 
   test("show findings, and a version that differs from the server's", async () => {
     const page = await browser.page(server, "/machines"), warnings = page.locator(".warnings li");
     await until("the different version is shown", async () => /It runs version 0 and the server [\d.]+.*: install the same version on both/.test((await warnings.allTextContents()).join("\n")));
-    await agent.evaluate(() => window.simulatedAgent.say({ type: "findings", findings: [{ problem: true, text: "NCCL is missing: pip install nvidia-nccl-cu12" }, { problem: false, text: "Shared memory is small <b>here</b>" }] }));
+    await agent.say({ type: "findings", findings: [{ problem: true, text: "NCCL is missing: pip install nvidia-nccl-cu12" }, { problem: false, text: "Shared memory is small <b>here</b>" }] });
     await until("findings are listed, the worst first", async () => (await warnings.first().textContent()) === "NCCL is missing: pip install nvidia-nccl-cu12");
     assert.equal(await page.locator(".warnings li.bad").count(), 1);
     assert.ok((await warnings.allTextContents()).includes("Shared memory is small <b>here</b>"), "a finding's text is escaped");
-    await agent.evaluate(() => window.simulatedAgent.say({ type: "findings", findings: [] }));
+    await agent.say({ type: "findings", findings: [] });
     await until("the finding is gone after a report without findings", async () => (await page.locator(".warnings li.bad").count()) === 0);
-    await end(runningJob);
+    await agent.endAttempt(runningAttempt, { how: "succeeded", step: 100 });
     await page.end();
   });
 });
@@ -125,6 +116,7 @@ describe("machines", () => {
     assert.equal(await remove.count(), 0, "an online machine has no button Remove");
     await agent.close();
     await until("the machine is offline", () => remove.isVisible());
+    assert.ok((await card.locator(".slots li").allInnerTexts()).every((text) => /offline/.test(text)));
     await remove.focus();
     await remove.press("Enter");
     const dialog = page.getByRole("dialog", { name: "Remove made-up?" });

@@ -24,7 +24,7 @@ describe("machines", () => {
     await until("the job uses both slots", async () => (await page.locator(".slots .busy").count()) === 2);
     assert.match(await page.locator(".slots .busy").nth(1).innerText(), /long-name\s*rank 1/);
     const slots = () => page.locator(".slots .busy").evaluateAll((all) => all.map((slot) => slot.innerText));
-    await until("each slot shows its rank's use of CPUs and memory", async () => (await slots()).every((words) => /use\s*\d+ %/.test(words) && /memory\s*[\d.]+ [MG]B/.test(words)) || Promise.reject(new Error((await slots()).join())));
+    await until("each slot shows its rank's use of CPUs and memory", async () => (await slots()).every((text) => /use\s*\d+ %/.test(text) && /memory\s*[\d.]+ [MG]B/.test(text)) || Promise.reject(new Error((await slots()).join())));
     assert.equal(await page.locator(".slots .gauges", { hasText: "temperature" }).count(), 0, "a slot of CPU cores has no temperature");
     await until("a line is drawn", async () => (await page.locator('.machine > .gauges [data-metric="cpu_utilization"]').getAttribute("d"))?.startsWith("M"));
     const history = page.waitForResponse((response) => response.url().includes("points=96"));

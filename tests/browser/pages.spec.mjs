@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
 import { savePicture } from "./looks.mjs";
-import { Browser, TestServer, testInFullRun, losses, state, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, losses, state, until, untilLive } from "./test-server.mjs";
 
 let server, browser, finished;
 before(async () => {
@@ -22,7 +22,7 @@ describe("pages", () => {
       const responses = await Promise.all(tabs.map((tab) => tab.reload()));
       assert.deepEqual(responses.map((response) => response.status()), [200, 200, 200, 200]);
     }
-    for (const tab of tabs) await until("the page is live", async () => (await tab.locator("#live").textContent()) === "live");
+    for (const tab of tabs) await untilLive(tab);
     assert.match(await page.locator("#rows").textContent(), /finished/);
     assert.equal(await state(tabs[1]), "succeeded");
     await page.end();
@@ -38,7 +38,7 @@ describe("pages", () => {
     assert.match(await card.innerText(), /this machine submitted job finished/);
     await savePicture(page, "audit");
     await page.getByRole("link", { name: "datasets", exact: true }).last().click();
-    await until("only entries of datasets are listed", async () => { const words = await card.innerText(); return /remove dataset/.test(words) && !/submitted job/.test(words); });
+    await until("only entries of datasets are listed", async () => { const text = await card.innerText(); return /remove dataset/.test(text) && !/submitted job/.test(text); });
     await page.getByLabel("Who").fill("nobody-of-this-name");
     await page.getByRole("button", { name: "Filter" }).click();
     await page.getByText("No entry matches.").waitFor();
@@ -93,7 +93,7 @@ describe("the list", () => {
     await page.keyboard.press("/");
     await page.keyboard.type("in the");
     await until("the search finds the job", async () => (await row.isVisible()) && !(await page.locator(`tr[data-id="${finished.id}"]`).isVisible()));
-    assert.equal(new URL(page.url()).searchParams.get("q"), "in the");
+    await until("the URL has the whole text", () => new URL(page.url()).searchParams.get("q") === "in the");
     await page.keyboard.type(" moon");
     await until("the list says that nothing matches", () => page.locator("#none-match").isVisible());
 
@@ -132,8 +132,11 @@ describe("a chart", () => {
     await page.keyboard.press("Home");
     await page.keyboard.press("ArrowRight");
     await until("the values are announced", async () => /step \d+.*rank 1 \d/.test(await chart.locator("[role=status]").textContent()));
-    await page.keyboard.press("+");
-    assert.ok(await page.evaluate(() => window.lockstep.view.zoom));
+    const zoomWidth = () => page.evaluate(() => { const [from, to] = window.lockstep.view.zoom; return to - from; });
+    for (let times = 0; times < 2; times++) await page.keyboard.press("+");
+    const zoomedIn = await zoomWidth();
+    await page.keyboard.press("-");
+    assert.ok((await zoomWidth()) > zoomedIn);
     await page.keyboard.press("0");
     assert.equal(await page.evaluate(() => window.lockstep.view.zoom), null);
 

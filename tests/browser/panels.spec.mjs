@@ -2,11 +2,10 @@
 // training.
 
 import assert from "node:assert/strict";
-import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
-import { simulateAgent, spec } from "./agent.mjs";
+import { loss, noise, range, simulateAgent, spec } from "./agent.mjs";
 import { assertAccessible, assertViews } from "./looks.mjs";
-import { Browser, TestServer, testInFullRun, losses, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, losses, saveChart, until } from "./test-server.mjs";
 
 const STEPS = 60;
 let server, browser, agent, job, otherJob;
@@ -20,28 +19,28 @@ after(async () => { await browser?.close(); await server?.close(); });
 
 /** Starts a job of two ranks and reports its losses, its network and the histograms of three steps. */
 async function startJob(name) {
-  const job = await server.ask("/jobs", spec(name, 2, 1000));
-  await agent.evaluate(async ([id, lastStep]) => {
-    const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: lastStep }, (_, i) => i + 1), column = (name, value) => ({ name, steps, values: steps.map(value) });
-    await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]);
-    for (let rank = 0; rank < 2; rank++) await window.simulatedAgent.report(attempt, rank, [{ type: "metrics", rank, columns: [
-      column("loss", (s) => window.agentKit.loss(s * 3000, rank)), column("accuracy", (s) => 0.3 + s / 120 + rank / 50), column("step_ms", (s) => 40.5 + 5 * window.agentKit.noise(s)), column("data_ms", (s) => 3.5 + window.agentKit.noise(s + rank)),
-      ...(rank ? [] : [column("grad_norm", (s) => (s === 30 ? 90.5 : 1.5 + window.agentKit.noise(s))), column("lr", (s) => 0.1 * Math.cos(s / 50)), column("memory_used_bytes", (s) => 3.5e9 + s * 1e6)]),
-    ] }]);
-    const layer = (name, kind, output_shape, parameters, time_us) => ({ name, kind, output_shape, parameters, time_us });
-    const layers = [layer("conv1", "conv 3x3", [16, 32, 32], 432, 310.5), layer("bn1", "batch_norm", [16, 32, 32], 32, 55.5)];
-    for (const [stage, channels, size] of [["layer1", 16, 32], ["layer2", 32, 16], ["layer3", 64, 8]]) for (let block = 0; block < 3; block++) for (const conv of ["conv1", "conv2"]) layers.push(layer(`${stage}.${block}.${conv}`, "conv 3x3", [channels, size, size], channels * channels * 9, 210.5 * (1 + block)));
-    layers.push(layer("fc", "linear", [10], 650, null));
-    await window.simulatedAgent.report(attempt, 0, [{ type: "network", layers, timed_steps: 5 }]);
-    // A test reports the histograms of a further step with the same function.
-    window.histograms = (step) => ({ type: "histograms", step, layers: layers.filter((l) => l.kind !== "batch_norm").flatMap((l, place) => ["weight", "gradient"].map((kind) => {
-      const bound = (kind === "weight" ? 0.31 : 0.011) * (1 + place / 10 + step / 40);
-      return { name: `${l.name}.weight`, kind, min: -bound, max: bound * 0.9, counts: Array.from({ length: 64 }, (_, i) => Math.round(1000 * Math.exp(-(((i - 34) / (8 + step / 10)) ** 2)))) };
-    })) });
-    await window.simulatedAgent.report(attempt, 0, [10, 20, 30].map(window.histograms));
-  }, [job.id, STEPS]);
+  const job = await server.ask("/jobs", spec(name, 2, 1000)), attempt = job.attempt = await agent.attempt(job.id);
+  await agent.begin(attempt);
+  for (let rank = 0; rank < 2; rank++) await agent.reportSteps(attempt, rank, range(1, STEPS), {
+    loss: (s) => loss(s * 3000, rank), accuracy: (s) => 0.3 + s / 120 + rank / 50, step_ms: (s) => 40.5 + 5 * noise(s), data_ms: (s) => 3.5 + noise(s + rank),
+    ...(rank ? {} : { grad_norm: (s) => (s === 30 ? 90.5 : 1.5 + noise(s)), lr: (s) => 0.1 * Math.cos(s / 50), memory_used_bytes: (s) => 3.5e9 + s * 1e6 }),
+  });
+  await agent.report(attempt, 0, [{ type: "network", layers: LAYERS, timed_steps: 5 }, ...[10, 20, 30].map(histograms)]);
   return job;
 }
+
+const layer = (name, kind, output_shape, parameters, time_us) => ({ name, kind, output_shape, parameters, time_us });
+const LAYERS = [
+  layer("conv1", "conv 3x3", [16, 32, 32], 432, 310.5), layer("bn1", "batch_norm", [16, 32, 32], 32, 55.5),
+  ...[["layer1", 16, 32], ["layer2", 32, 16], ["layer3", 64, 8]].flatMap(([stage, channels, size]) => range(0, 2).flatMap((block) => ["conv1", "conv2"].map((conv) => (
+    layer(`${stage}.${block}.${conv}`, "conv 3x3", [channels, size, size], channels * channels * 9, 210.5 * (1 + block)))))),
+  layer("fc", "linear", [10], 650, null),
+];
+/** The record of the histograms of all layers at a step. */
+const histograms = (step) => ({ type: "histograms", step, layers: LAYERS.filter((l) => l.kind !== "batch_norm").flatMap((l, place) => ["weight", "gradient"].map((kind) => {
+  const bound = (kind === "weight" ? 0.31 : 0.011) * (1 + place / 10 + step / 40);
+  return { name: `${l.name}.weight`, kind, min: -bound, max: bound * 0.9, counts: range(0, 63).map((i) => Math.round(1000 * Math.exp(-(((i - 34) / (8 + step / 10)) ** 2)))) };
+})) });
 
 /** Opens the job's page and waits until its chart is drawn. */
 async function open(path = `/jobs/${job.id}`, options = {}) {
@@ -51,10 +50,7 @@ async function open(path = `/jobs/${job.id}`, options = {}) {
 }
 const titles = (page) => page.locator("#custom-grid h3").allTextContents();
 const storedTitles = async () => (await server.ask(`/jobs/${job.id}/panels`)).panels.map((panel) => panel.title);
-const savePanels = async (panels, path = `/jobs/${job.id}/panels`) => {
-  const response = await fetch(`${server.url}/api/v1${path}`, { method: "PUT", headers: { "content-type": "application/json" }, body: JSON.stringify({ panels }) });
-  assert.equal(response.status, 200, await response.text());
-};
+const savePanels = (panels, path = `/jobs/${job.id}/panels`) => server.ask(path, { panels }, "PUT");
 const panel = (title, metrics, options = {}) => ({ title, metrics, ...options });
 /** Returns labels and numbers of points of the lines of the panel at position `index`. */
 const lines = (page, index) => page.evaluate((index) => {
@@ -123,16 +119,13 @@ describe("panels", () => {
       const page = await open();
       axisEnd[robust] = await until("the chart is drawn", () => page.evaluate(() => { const all = window.lockstep.charts, key = Object.keys(all).find((k) => k.startsWith("panel-")); return all[key]?.y?.high; }));
       if (robust) {
-        const card = page.locator("#custom-grid .panel");
-        await card.locator("summary", { hasText: "Save" }).click();
-        const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: "SVG", exact: true }).click()]);
-        const svg = await readFile(await file.path(), "utf8");
-        for (const words of ["gradient norm (L2) · step time (ms) (right)", "optimizer step"]) assert.ok(svg.includes(`>${words}</text>`), `${words} in the picture`);
+        const svg = await saveChart(page, page.locator("#custom-grid .panel"), "SVG");
+        for (const text of ["gradient norm (L2) · step time (ms) (right)", "optimizer step"]) assert.ok(svg.includes(`>${text}</text>`), `${text} in the picture`);
       }
       await page.end();
     }
     assert.ok(axisEnd.false > 90 && axisEnd.true < 10, `the axis ends at ${axisEnd.true} without outliers, at ${axisEnd.false} with them`);
-    assert.ok((await fetch(`${server.url}/api/v1/jobs/${job.id}/panels`, { method: "DELETE" })).ok);
+    await server.ask(`/jobs/${job.id}/panels`, undefined, "DELETE");
   });
 
   test("are moved by arrow keys and by dragging", async () => {
@@ -215,7 +208,7 @@ describe("layers", () => {
     assert.equal(new URL(page.url()).searchParams.get("values"), "gradient");
     await page.keyboard.press("End");
     // The job reports another step while the page is open.
-    await agent.evaluate(async (id) => window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [window.histograms(40)]), job.id);
+    await agent.report(job.attempt, 0, [histograms(40)]);
     await until("the next step is drawn", async () => (await heat.getAttribute("data-steps")) === "4");
     await page.end();
   });
@@ -232,14 +225,12 @@ describe("layers", () => {
   });
 
   testInFullRun("show a plan's predicted figures, and each rank its position in the mesh", async () => {
-    await agent.evaluate(async (id) => {
-      const layer = (name, placement) => ({ name, kind: "linear", output_shape: [10], parameters: 650, time_us: 210.5, plan: { placement, memory_bytes: 2_500_000, sent_bytes: 0, time_us: 200.5 } });
-      const plan = {
-        words: "1 (data) x 1 (height) x 2 (model) ranks, fc split by its outputs", pipeline: 1, data: 1, height: 1, model: 2, shard: [{ match: "fc", split: "out" }], measured_step_ms: 13.5, measured_memory_bytes: 3.3e9,
-        predicted: { step_ms: 12.5, images_per_second: 1280, memory_bytes: 3e9, limited_by: "computing", why: "data parallel takes 20.0 ms a step" },
-      };
-      await window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [{ type: "network", layers: [layer("conv1", "own pictures"), layer("fc", "1/2 of the channels")], plan }]);
-    }, otherJob.id);
+    const planned = (name, placement) => ({ ...layer(name, "linear", [10], 650, 210.5), plan: { placement, memory_bytes: 2_500_000, sent_bytes: 0, time_us: 200.5 } });
+    const plan = {
+      words: "1 (data) x 1 (height) x 2 (model) ranks, fc split by its outputs", pipeline: 1, data: 1, height: 1, model: 2, shard: [{ match: "fc", split: "out" }], measured_step_ms: 13.5, measured_memory_bytes: 3.3e9,
+      predicted: { step_ms: 12.5, images_per_second: 1280, memory_bytes: 3e9, limited_by: "computing", why: "data parallel takes 20.0 ms a step" },
+    };
+    await agent.report(otherJob.attempt, 0, [{ type: "network", layers: [planned("conv1", "own pictures"), planned("fc", "1/2 of the channels")], plan }]);
     const page = await open(`/jobs/${otherJob.id}?tab=network`);
     await until("the plan is shown", async () => /fc split by its outputs · limited by computing/.test(await page.locator("#plan-words").textContent()));
     const figures = await page.locator("#plan-rows tr").evaluateAll((rows) => rows.map((row) => [...row.cells].map((cell) => cell.textContent).join(" ")));

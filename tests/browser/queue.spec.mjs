@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
 import { simulateAgent, spec } from "./agent.mjs";
 import { TWO_VIEWS, setView } from "./looks.mjs";
-import { Browser, TestServer, until } from "./test-server.mjs";
+import { Browser, TestServer, until, untilLive } from "./test-server.mjs";
 
 const LONG = `large-${"with-a-very-long-name-".repeat(4)}`;
 let server, browser, agent;
@@ -25,9 +25,9 @@ describe("the queue", () => {
     assert.ok(await page.getByRole("heading", { name: "Nothing waits" }).isVisible());
     assert.equal(await page.locator("#summary").textContent(), "0 jobs wait");
     assert.equal(await page.getByRole("navigation", { name: "Pages" }).getByRole("link", { name: "Queue" }).getAttribute("aria-current"), "page");
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     const running = await submit("running", 1);
-    await agent.evaluate((job) => window.simulatedAgent.attempt(job), running);
+    await agent.attempt(running);
     await submit(LONG, 2, { project: "vision" });
     await submit("small", 1);
     await until("both jobs appear, the large job first", async () => (await names(page)).join() === [LONG, "small"].join());
@@ -48,7 +48,7 @@ describe("the queue", () => {
     await until("the error is gone", async () => (await error.textContent()) === "");
     await until("the change is confirmed", async () => (await page.locator("#queue-status").textContent()) === "Saved: priority 5 for urgent.");
     // The kept slot goes to the job with the higher priority, which starts immediately.
-    await agent.evaluate((job) => window.simulatedAgent.attempt(job), jobs.urgent.id);
+    const urgent = await agent.attempt(jobs.urgent.id);
     await until("no slot is free", async () => /0 of 2/.test(await row(page, LONG).locator(".q-reason").textContent()));
     await until("only slots that become free are kept", async () => /: every slot that becomes free/.test(await page.locator(".reservations li").textContent()));
     await row(page, "small").getByRole("button", { name: "Move small to the front" }).click();
@@ -70,8 +70,7 @@ describe("the queue", () => {
     await page.waitForURL(/\/queue$/);
     await server.ask(`/jobs/${jobs.small.id}/cancel`, {});
     await until("no job waits", () => page.getByRole("heading", { name: "Nothing waits" }).isVisible());
-    await agent.evaluate(async (job) => window.simulatedAgent.end(await window.simulatedAgent.attempt(job), 1), jobs.urgent.id);
-    await until("a slot is free again", async () => (await server.job(jobs.urgent.id)).state === "succeeded");
+    await agent.endAttempt(urgent, { how: "succeeded", step: 1 });
     await page.end();
   });
 

@@ -40,8 +40,7 @@ test("metrics of any name have panels, results first, also metrics that arrive w
   await until("the new metric has a panel", async () => JSON.stringify(await panels(page)) === JSON.stringify([["train/loss", [3]], ["top 1, %", [2]], ["constructor", [1]]]));
   await untilShown("Step 3", "top 1, % 20", "train/loss 0.5000", "constructor 1");
   await log(4, [{ "train/loss": "NaN" }]);
-  const ended = await server.fetch(`${server.url}/api/v1/runs/r`, { method: "PATCH", headers: { ...server.headers, "content-type": "application/json" }, body: JSON.stringify({ state: "succeeded", summary: { accuracy: 0.75 } }) });
-  assert.equal(ended.status, 200);
+  await server.ask("/runs/r", { state: "succeeded", summary: { accuracy: 0.75 } }, "PATCH");
   await until("the summary's numbers come first", async () => / · accuracy 75\.0 % · .*train\/loss 0\.5000/.test((await results()).join(" · ")));
   await page.reload();
   await until("a metric whose newest value is not finite has its panel", async () => (await panels(page)).some(([title]) => title === "train/loss"));

@@ -26,12 +26,8 @@ try {
   const mainJob = await job("fashion-resnet20", 2, {}, { log: { histograms: 20 } });
   const others = [await job("low-lr", 2, { lr: 0.01, epochs: 1 }), await job("nesterov", 2, { optimizer: "nesterov", epochs: 1 })];
   for (const { id } of [mainJob, ...others]) await untilFinished(id);
-  const send = async (method, path, body) => {
-    const response = await fetch(`${server.url}/api/v1${path}`, { method, headers: { ...server.headers, "content-type": "application/json" }, body: JSON.stringify(body) });
-    if (!response.ok) throw new Error(`${path}: ${await response.text()}`);
-  };
-  await send("PATCH", `/jobs/${mainJob.id}`, { tags: ["baseline"], notes: "one_cycle to 0.1" });
-  for (const { id } of others) await send("PATCH", `/jobs/${id}`, { tags: ["sweep"] });
+  await server.ask(`/jobs/${mainJob.id}`, { tags: ["baseline"], notes: "one_cycle to 0.1" }, "PATCH");
+  for (const { id } of others) await server.ask(`/jobs/${id}`, { tags: ["sweep"] }, "PATCH");
   const running = await job("four-ranks", 4, { epochs: 40 });
   const queued = await job("next-in-line", 2, { epochs: 5 }, { priority: 5 });
 
@@ -67,9 +63,9 @@ try {
   const evaluated = async (page) => (await page.locator("#behind figure").count()) > 10;
   for (const scheme of ["light", "dark"]) {
     await shot(`job-${scheme}`, `/jobs/${mainJob.id}?lines=mean&smooth=0.9`, { scheme, clip: 1250, ready: drawn(100) });
-    await send("PUT", `/jobs/${mainJob.id}/panels`, { panels });
+    await server.ask(`/jobs/${mainJob.id}/panels`, { panels }, "PUT");
     await shot(`panels-${scheme}`, `/jobs/${mainJob.id}?lines=mean&smooth=0.9`, { scheme, clip: 1500, ready: async (page) => drawn(100)(page) && (await page.locator("#custom-grid .chart[data-drawn]:not([data-drawn='0'])").count()) === panels.length });
-    await send("PUT", `/jobs/${mainJob.id}/panels`, { panels: [] });
+    await server.ask(`/jobs/${mainJob.id}/panels`, { panels: [] }, "PUT");
     await shot(`histograms-${scheme}`, `/jobs/${mainJob.id}?tab=histograms`, { scheme, clip: 1700, ready: async (page) => (await page.locator("#histogram-chart").count()) === 1 });
     await shot(`network-${scheme}`, `/jobs/${mainJob.id}?tab=network`, { scheme, clip: 1900, ready: async (page) => (await page.locator("#network-panel tbody tr").count()) > 5 });
     await shot(`groups-${scheme}`, "/jobs?group_by=tag", { scheme, ready: async (page) => (await page.getByText("sweep").count()) > 0 });

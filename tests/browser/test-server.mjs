@@ -108,12 +108,12 @@ export class TestServer {
     for (const thread of await readdir(`/proc/${agent}/task`)) try { setPriority(Number(thread), 5); } catch { /* the thread has ended */ }
   }
 
-  async ask(path, body) {
-    const response = await this.fetch(`${this.url}/api/v1${path}`, body === undefined ? { headers: this.headers }
-      : { method: "POST", headers: { ...this.headers, "content-type": "application/json" }, body: JSON.stringify(body) });
-    const content = await response.json();
-    assert.ok(response.ok, `${path}: ${response.status} ${JSON.stringify(content)}`);
-    return content;
+  /** Sends a request to the API, and returns the content of the response; null if it has none. Fails on an error status. */
+  async ask(path, body, method = body === undefined ? "GET" : "POST") {
+    const options = body === undefined ? { headers: this.headers } : { headers: { ...this.headers, "content-type": "application/json" }, body: JSON.stringify(body) };
+    const response = await this.fetch(`${this.url}/api/v1${path}`, { method, ...options }), text = await response.text();
+    assert.ok(response.ok, `${path}: ${response.status} ${text}`);
+    return text ? JSON.parse(text) : null;
   }
 
   register() { return this.ask("/datasets", { name: "fashion-mnist", path: join(ROOT, "assets/fashion-mnist") }); }
@@ -230,6 +230,16 @@ export const pixels = (page) => page.evaluate(async () => {
     return count;
   });
 });
+
+/** Saves the chart in `card` by its menu as `kind`, `PNG`, `SVG` or `CSV`. Returns the content of the file. */
+export async function saveChart(page, card, kind) {
+  await card.locator("summary", { hasText: "Save" }).click();
+  const [file] = await Promise.all([page.waitForEvent("download"), card.getByRole("button", { name: kind, exact: true }).click()]);
+  return readFile(await file.path(), kind === "PNG" ? null : "utf8");
+}
+
+/** Waits until the stream of a page is live. */
+export const untilLive = (page) => until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
 
 /** The job's state, as its page shows it. */
 export const state = (page) => page.locator("#state").textContent();

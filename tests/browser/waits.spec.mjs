@@ -4,24 +4,23 @@ import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
 import { simulateAgent, spec } from "./agent.mjs";
 import { assertFits } from "./looks.mjs";
-import { Browser, TestServer, testInFullRun, until } from "./test-server.mjs";
+import { Browser, TestServer, testInFullRun, until, untilLive } from "./test-server.mjs";
 
 const PATH = `/data/imagenet-subset/train/${"n01440764-with-a-long-name/".repeat(4)}n01440764_10026.JPEG`;
 let server, browser, agent;
 const jobs = {};
 const submit = async (name, ranks, fields = {}) => { jobs[name] = await server.ask("/jobs", { ...spec(name, ranks, 600), ...fields }); return jobs[name].id; };
-const begin = (attempt) => agent.report(attempt, 0, [{ type: "running", total_steps: 600, steps_per_epoch: 100, start_step: 0 }]);
 const killed = { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 300, signal: 9, words: "rank 1 was killed by signal 9 at step 300" } };
-const untilShows = (page, selector, words) => until(`${selector} shows ${words}`, async () => { const shown = (await page.locator(selector).first().textContent()).replace(/\s+/g, " "); return words.test(shown) || Promise.reject(new Error(shown)); });
+const untilShows = (page, selector, pattern) => until(`${selector} shows ${pattern}`, async () => { const shown = (await page.locator(selector).first().textContent()).replace(/\s+/g, " "); return pattern.test(shown) || Promise.reject(new Error(shown)); });
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
   agent = await simulateAgent(browser.chromium, server, 2);
   const attempt = await agent.attempt(await submit("killed", 2));
-  await begin(attempt);
+  await agent.begin(attempt, { total_steps: 600 });
   const urgent = await submit("urgent", 2, { priority: 5 });
   await agent.endAttempt(attempt, killed);
-  await begin(await agent.attempt(urgent));
+  await agent.begin(await agent.attempt(urgent), { total_steps: 600 });
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
@@ -30,7 +29,7 @@ describe("a job that starts again", () => {
     const page = await browser.page(server, `/jobs/${jobs.killed.id}`);
     const banner = /Starting again, number 1 in the queue: waits for 2 slots: 0 of 2 on "made-up" free\. Before: rank 1 was killed by signal 9/;
     await untilShows(page, "#banner", banner);
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     await untilShows(page, "#banner", banner);
     assert.equal(await page.locator("#banner-link").getAttribute("href"), "/queue");
     // Another job overtakes, although no field of this job has changed.
@@ -47,7 +46,7 @@ describe("a job that starts again", () => {
     await until("only the restarting job is listed", async () => (await page.locator("#rows tr").evaluateAll((rows) => rows.map((row) => row.dataset.id))).join() === jobs.killed.id);
     assert.equal(new URL(page.url()).searchParams.get("state"), "restarting");
     await page.locator("#filters").locator("[data-state=queued]").click();
-    assert.equal(new URL(page.url()).searchParams.get("state"), "restarting,queued");
+    assert.equal(new URL(page.url()).searchParams.get("state"), "restarting,queued", "jobs in either state are listed");
     const counts = () => page.locator("#filters [data-state]").allTextContents();
     await until("each state shows its number of jobs, whatever states are selected", async () => { const all = await counts(); return all[0] === "all 3" && all.includes("running 1") && all.includes("restarting 1") && all.includes("cancelled 1") && all.includes("failed "); });
     await page.end();
@@ -115,7 +114,7 @@ describe("a reason", () => {
   testInFullRun("has long paths cut between two folders, and whole in the tooltip", async () => {
     await agent.endAttempt(await agent.attempt(jobs.urgent.id), { how: "succeeded", step: 600 });
     const attempt = await agent.attempt(jobs.killed.id, 2);
-    await begin(attempt);
+    await agent.begin(attempt, { total_steps: 600 });
     const words = `${PATH} cannot be read: unexpected end of file`;
     await agent.endAttempt(attempt, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words } });
     const page = await browser.page(server, `/jobs/${jobs.killed.id}`), why = page.locator("#banner-why");
@@ -126,7 +125,7 @@ describe("a reason", () => {
       assert.equal(await why.getAttribute("title"), words);
     };
     await until("the reason is shown", async () => (await why.textContent()).includes("cannot be read"));
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     await assertPathCut();
     const withoutScripts = await browser.page(server, `/jobs/${jobs.killed.id}`, { javaScriptEnabled: false });
     const rendered = withoutScripts.locator("#banner-why");

@@ -6,7 +6,6 @@ use crate::{
     numbers::{ShortText, age, plural},
 };
 use askama::Template;
-use jiff::Timestamp;
 use lockstep_protocol::{
     JobId, JobState,
     labels::DEFAULT_PROJECT,
@@ -78,16 +77,10 @@ impl QueuePage {
         parts.into_iter().flatten().collect::<Vec<_>>().join(" · ")
     }
 
+    /// Returns how long a job has waited: `for 3 min`. Empty if unknown.
     fn waiting_time(&self, job: &QueuedJob) -> String {
-        job.waiting_since.map(|since| self.time_since(since)).unwrap_or_default()
-    }
-
-    /// Formats the time since `since`: `for 3 min`.
-    fn time_since(&self, since: Timestamp) -> String {
-        match age(since).strip_suffix(" ago") {
-            Some(age) => format!("for {age}"),
-            None => "for a moment".into(),
-        }
+        let Some(since) = job.waiting_since else { return String::new() };
+        age(since).strip_suffix(" ago").map_or("for a moment".into(), |time| format!("for {time}"))
     }
 
     fn reason(&self, job: &QueuedJob) -> ShortText {
@@ -129,6 +122,7 @@ fn slots(indices: &[u32]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use jiff::Timestamp;
 
     fn page() -> QueuePage {
         QueuePage {

@@ -227,13 +227,6 @@ mod tests {
         spec::{Arch, ClassWeights, ImageSize, ScheduleKind, ShardSpec, SizeFrom, Split, from_json},
     };
 
-    fn page(mistakes: Vec<SpecError>) -> SubmitPage {
-        SubmitPage {
-            mistakes,
-            ..SubmitPage::fresh(Some("fashion-mnist"), None, vec![], 2, String::new(), CurrentUser::NOBODY)
-        }
-    }
-
     #[test]
     fn the_form_suggests_settings_for_the_dataset() {
         let photographs = Dataset {
@@ -396,25 +389,14 @@ mod tests {
     }
 
     #[test]
-    fn errors_are_shown_next_to_their_field() {
-        let html = page(vec![SpecError { pointer: "/train/lr".into(), detail: "must be above 0".into() }])
-            .render()
-            .expect("renders");
-        let at = html.find("id=\"f-train-lr-error\"").expect("the element for errors of the field");
-        let place: String = html[at..].chars().take(120).collect();
-        assert!(place.contains("must be above 0"), "{place}");
-    }
-
-    #[test]
-    fn errors_in_more_settings_open_them_and_other_errors_are_shown_above() {
-        let html = page(vec![
-            SpecError { pointer: "/train/seed".into(), detail: "must be a whole number".into() },
-            SpecError { pointer: "/train".into(), detail: "give epochs or steps, not both".into() },
-        ])
-        .render()
-        .expect("renders");
-        assert!(html.contains("<details class=\"more\" open>"), "{html}");
-        assert!(html.contains("give epochs or steps, not both"));
+    fn errors_are_shown_beside_their_field_in_more_settings_or_above_the_form() {
+        let mistake =
+            |pointer: &str, detail: &str| SpecError { pointer: pointer.into(), detail: detail.into() };
+        let mistakes = vec![mistake("/train/seed", "not a number"), mistake("/train", "epochs or steps")];
+        let page = SubmitPage::fresh(Some("cifar10"), None, vec![], 2, String::new(), CurrentUser::NOBODY);
+        let html = SubmitPage { mistakes, ..page }.render().expect("renders");
+        assert!(html.contains("<details class=\"more\" open>") && html.contains("epochs or steps"), "{html}");
+        assert!(html.contains(r#"id="f-train-seed-error">not a number<"#), "{html}");
     }
 
     #[test]

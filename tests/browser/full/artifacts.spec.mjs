@@ -5,7 +5,7 @@ import { mkdtemp, readdir, rm, writeFile } from "node:fs/promises";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { Browser, TestServer, until } from "../test-server.mjs";
+import { Browser, TestServer, until, untilLive } from "../test-server.mjs";
 
 let server, browser, store;
 before(async () => {
@@ -20,7 +20,7 @@ describe("the checkpoints of a job", () => {
     await writeFile(join(store, "jobs"), "");
     const { id } = await server.submit({ name: "kept twice", ranks: 1, train: { steps: 200 }, data: { image_size: 28 } });
     const page = await browser.page(server, `/jobs/${id}`), marks = page.locator('#checkpoints [data-f="uploading"]');
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     assert.ok(["queued", "starting", "running"].includes((await server.job(id)).state), "the job has no checkpoint yet");
     await until("the job succeeds without the store", async () => (await server.job(id)).state === "succeeded");
     await until("the checkpoint arrives on the open page and is marked", async () => (await marks.count()) > 0 && marks.first().isVisible());

@@ -6,8 +6,8 @@ import { readdirSync } from "node:fs";
 import { connect, createServer } from "node:net";
 import { join } from "node:path";
 import { after, afterEach, before, describe, test } from "node:test";
-import { simulateAgent, spec } from "../agent.mjs";
-import { BINARY, Browser, TestServer, losses, until } from "../test-server.mjs";
+import { loss, metrics, range, simulateAgent, spec } from "../agent.mjs";
+import { BINARY, Browser, TestServer, losses, until, untilLive } from "../test-server.mjs";
 
 const MINUTES = 60_000, RANKS = 2;
 let browser;
@@ -77,31 +77,29 @@ describe("a connection that dies silently", () => {
     proxy = await FreezingProxy.open(server.port);
   });
   afterEach(async () => {
-    if (runningJob) await agent.evaluate(async (id) => window.simulatedAgent.end(await window.simulatedAgent.attempt(id), 20), runningJob.id);
-    runningJob = null;
+    if (runningJob) await finish(runningJob);
   });
   after(async () => { proxy?.close(); await server?.close(); });
 
   async function startJob(name) {
     const job = runningJob = await server.ask("/jobs", spec(name, RANKS, 1000));
-    await agent.evaluate(async (id) => window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 }]), job.id);
+    job.attempt = await agent.attempt(job.id);
+    await agent.begin(job.attempt);
     await reportSteps(job, 1, 10);
     return job;
   }
-  const reportSteps = (job, first, last) => agent.evaluate(async ([id, ranks, first, last]) => {
-    const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: last - first + 1 }, (_, i) => first + i), at = new Date().toISOString();
-    for (let rank = 0; rank < ranks; rank++) {
-      await window.simulatedAgent.report(attempt, rank, [
-        { type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agentKit.loss(s, rank)) }] },
-        { type: "log", rank, lines: steps.map((s) => ({ number: s, at, text: `rank ${rank} did step ${s}` })) },
-      ]);
+  async function reportSteps({ attempt }, first, last) {
+    const steps = range(first, last), at = new Date().toISOString();
+    for (let rank = 0; rank < RANKS; rank++) {
+      await agent.report(attempt, rank, [metrics(rank, steps, { loss: (s) => loss(s, rank) }), { type: "log", rank, lines: steps.map((s) => ({ number: s, at, text: `rank ${rank} did step ${s}` })) }]);
     }
-  }, [job.id, RANKS, first, last]);
-  const finish = async (job, step) => {
-    await agent.evaluate(async ([id, step]) => window.simulatedAgent.end(await window.simulatedAgent.attempt(id), step), [job.id, step]);
-    await until("the job has ended", async () => (await server.job(job.id)).state === "succeeded");
-  };
-  /** Opens a live page with a simulated clock behind the proxy. `page.pending`: requests without a complete response. */
+  }
+  async function finish({ attempt }) {
+    runningJob = null;
+    await agent.endAttempt(attempt, { how: "succeeded", step: 20 });
+  }
+  /** Opens a live page with a simulated clock behind the proxy. `page.pending`: requests without a complete response. `page.end()` fails the
+   *  test if the page was reloaded. */
   async function openPage(address) {
     const page = await browser.page({ url: proxy.url }, "/docs", { expectedErrors: [/WebSocket/] });
     await page.clock.install();
@@ -109,15 +107,16 @@ describe("a connection that dies silently", () => {
     page.on("request", (request) => page.pending.add(request));
     for (const event of ["requestfinished", "requestfailed"]) page.on(event, (request) => page.pending.delete(request));
     await page.goto(proxy.url + address);
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     await page.evaluate(() => { window.sameDocument = true; });
+    const { end } = page;
+    page.end = async () => { assert.ok(await page.evaluate(() => window.sameDocument), "the page was not reloaded"); await end(); };
     return page;
   }
   async function assertComplete(page, steps) {
     for (let rank = 0; rank < RANKS; rank++) await until(`every loss of rank ${rank}`, async () => (await losses(page))[`rank ${rank}`]?.points === steps);
     for (const step of [1, 10, 11, steps]) await until(`the line of step ${step}`, async () => `${await page.locator("#log-lines").innerText()}\n`.includes(`rank 1 did step ${step}\n`));
     assert.equal((await page.locator("#log-lines").innerText()).split("rank 0 did step 11\n").length, 2, "the line is shown once");
-    assert.ok(await page.evaluate(() => window.sameDocument), "the page was not reloaded");
   }
 
   test("while a laptop sleeps is detected when the laptop wakes up, and no data is missing", async () => {
@@ -148,7 +147,6 @@ describe("a connection that dies silently", () => {
     await server.ask("/jobs", spec("came while nobody heard", RANKS, 10)).then(({ id }) => server.ask(`/jobs/${id}/cancel`, {}));
     await page.clock.runFor(50_000);
     await until("the new job is listed", async () => { await page.clock.runFor(6000); return (await page.locator("#rows").innerText()).includes("came while nobody heard"); });
-    assert.ok(await page.evaluate(() => window.sameDocument), "the page was not reloaded");
     await page.end();
   });
 
@@ -160,10 +158,9 @@ describe("a connection that dies silently", () => {
     assert.equal(await row.getAttribute("data-state"), "running");
     assert.ok(await page.locator("#rows tr").evaluateAll((all, id) => all.findIndex((tr) => tr.dataset.id === id) >= 50, job.id), "the job is below the first 50 rows");
     proxy.freeze();
-    await finish(job, 20);
+    await finish(job);
     await page.clock.runFor(50_000);
     await until("the row shows that the job has succeeded", async () => { await page.clock.runFor(6000); return (await row.getAttribute("data-state")) === "succeeded"; });
-    assert.ok(await page.evaluate(() => window.sameDocument), "the page was not reloaded");
     await page.end();
   });
 
@@ -173,11 +170,10 @@ describe("a connection that dies silently", () => {
     await until("the first points are drawn", async () => (await points("loss")) === "10");
     proxy.freeze();
     await reportSteps(job, 11, 20);
-    await finish(job, 20);
+    await finish(job);
     await page.clock.runFor(50_000);
     await until("all points are drawn", async () => (await points("loss")) === "20");
     await until("the results show the job's end", async () => /succeeded/.test(await page.locator("#results").textContent()));
-    assert.ok(await page.evaluate(() => window.sameDocument), "the page was not reloaded");
     await page.end();
   });
 
@@ -185,16 +181,13 @@ describe("a connection that dies silently", () => {
     const job = await startJob("far behind"), page = await openPage(`/jobs/${job.id}`), tab = (name) => page.getByRole("tab", { name, exact: true });
     for (const name of ["Histograms", "Network"]) assert.equal(await tab(name).isVisible(), false);
     proxy.freeze();
-    await agent.evaluate(async (id) => {
-      const attempt = await window.simulatedAgent.attempt(id), at = new Date().toISOString();
-      const counts = Array.from({ length: 64 }, (_, k) => 40 - Math.abs(k - 32)), layer = { name: "conv1.weight", kind: "weight", min: -0.5, max: 0.5, counts };
-      await window.simulatedAgent.report(attempt, 0, [
-        { type: "network", layers: [{ name: "conv1", kind: "conv 3x3", output_shape: [16, 8, 8], parameters: 432, time_us: 10.5 }] },
-        { type: "histograms", step: 10, layers: [layer] },
-        { type: "rank", rank: 1, report: { status: "evaluating", step: 10, epoch: 1, step_ms: 1.5, all_reduce_ms: 0.5, data_ms: 0.5, images_per_second: 10.5, pid: 4711, device: "a device of now" } },
-      ]);
-      for (let part = 0; part < 25; part++) await window.simulatedAgent.report(attempt, 0, Array.from({ length: 1000 }, (_, i) => ({ type: "log", rank: 0, lines: [{ number: 1000 * part + i + 100, at, text: "one of very many" }] })));
-    }, job.id);
+    const at = new Date().toISOString(), layer = { name: "conv1.weight", kind: "weight", min: -0.5, max: 0.5, counts: range(0, 63).map((k) => 40 - Math.abs(k - 32)) };
+    await agent.report(job.attempt, 0, [
+      { type: "network", layers: [{ name: "conv1", kind: "conv 3x3", output_shape: [16, 8, 8], parameters: 432, time_us: 10.5 }] },
+      { type: "histograms", step: 10, layers: [layer] },
+      { type: "rank", rank: 1, report: { status: "evaluating", step: 10, epoch: 1, step_ms: 1.5, all_reduce_ms: 0.5, data_ms: 0.5, images_per_second: 10.5, pid: 4711, device: "a device of now" } },
+    ]);
+    for (let number = 100; number < 25_100; number += 1000) await agent.report(job.attempt, 0, range(number, number + 999).map((number) => ({ type: "log", rank: 0, lines: [{ number, at, text: "one of very many" }] })));
     await reportSteps(job, 11, 20);
     await page.clock.runFor(50_000);
     for (let rank = 0; rank < RANKS; rank++) await until(`every loss of rank ${rank}`, async () => (await losses(page))[`rank ${rank}`]?.points === 20);
@@ -204,7 +197,6 @@ describe("a connection that dies silently", () => {
     await until("histograms are shown", () => page.locator("#histogram-rows tr").first().isVisible());
     await tab("Network").click();
     await until("the network is shown", () => page.locator("#network-rows tr").first().isVisible());
-    assert.ok(await page.evaluate(() => window.sameDocument), "the page was not reloaded");
     await page.end();
   });
 
@@ -217,12 +209,11 @@ describe("a connection that dies silently", () => {
   };
 
   test("under Machines: a machine that is drained meanwhile is shown as drained", async () => {
-    const page = await openPage("/machines"), post = (action) => fetch(`${server.url}/api/v1/agents/made-up/${action}`, { method: "POST" }).then((response) => assert.ok(response.ok, action));
+    const page = await openPage("/machines"), post = (action) => server.ask(`/agents/made-up/${action}`, undefined, "POST");
     await until("the machine is listed", async () => /made-up/.test(await page.locator("#machines").innerText()));
     await freezeWithRequest(page);
     await post("drain");
     await until("the machine is drained", async () => { await page.clock.runFor(6000); return (await page.locator(".warnings").innerText()).includes("Drained"); });
-    assert.ok(await page.evaluate(() => window.sameDocument), "the page was not reloaded");
     await post("undrain");
     await page.end();
   });
@@ -233,7 +224,6 @@ describe("a connection that dies silently", () => {
     await freezeWithRequest(page);
     const { id } = await server.ask("/jobs", spec("waits meanwhile", RANKS, 10));
     await until("the job is listed", async () => { await page.clock.runFor(6000); return /waits meanwhile/.test(await page.locator("#queue").innerText()); });
-    assert.ok(await page.evaluate(() => window.sameDocument), "the page was not reloaded");
     await page.end();
     await server.ask(`/jobs/${id}/cancel`, {});
   });
@@ -248,7 +238,6 @@ describe("a connection that dies silently", () => {
     await page.clock.runFor(40_000);
     await server.ask("/jobs", { ...spec("of another project", RANKS, 10), project: "came-meanwhile" }).then(({ id }) => server.ask(`/jobs/${id}/cancel`, {}));
     await until("the new group is listed", async () => { await page.clock.runFor(6000); return /came-meanwhile/.test(await page.locator("#jobs").innerText()); });
-    assert.ok(await page.evaluate(() => window.sameDocument), "the page was not reloaded");
     await page.end();
   });
 
@@ -263,7 +252,6 @@ describe("a connection that dies silently", () => {
     await until("the page requests older rows", async () => { await page.evaluate(() => scrollTo(0, document.body.scrollHeight)); return Promise.race([asked, new Promise((done) => setTimeout(done, 100))]); });
     await page.clock.runFor(50_000);
     await until("older rows are listed", async () => { await page.clock.runFor(1000); await page.evaluate(() => scrollTo(0, document.body.scrollHeight)); return (await rows.count()) > rowsBefore; });
-    assert.ok(await page.evaluate(() => window.sameDocument), "the page was not reloaded");
     await page.end();
   });
 
@@ -272,7 +260,7 @@ describe("a connection that dies silently", () => {
     page.on("websocket", (socket) => sockets.push(socket));
     const heartbeat = new Promise((done) => page.on("websocket", (socket) => socket.on("framereceived", ({ payload }) => { if (/"type":"heartbeat"/.test(payload)) done(JSON.parse(payload)); })));
     await page.goto(`${proxy.url}/jobs/${job.id}`);
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await untilLive(page);
     const { at } = await heartbeat;
     assert.ok(Math.abs(Date.parse(at) - Date.now()) < 5000, "a heartbeat has the server's time");
     assert.equal(sockets.length, 1);

@@ -1,18 +1,15 @@
 // More lines than the eight colours: compared jobs and ranks from the ninth on, and charts with a line per machine.
 
 import assert from "node:assert/strict";
-import { readFile } from "node:fs/promises";
 import { after, before, describe, test } from "node:test";
-import { simulateAgent, spec } from "../agent.mjs";
-import { Browser, TestServer, until } from "../test-server.mjs";
+import { range, simulateAgent, spec } from "../agent.mjs";
+import { Browser, TestServer, saveChart, until } from "../test-server.mjs";
 
 const COLOURS = 8, JOBS = 18, STEPS = 100;
 const DASHES = ["", "dashed", "dotted"];
 let server, browser, agent;
 const compared = [];
-const steps = Array.from({ length: STEPS }, (_, i) => i + 1);
-const column = (name, value) => ({ name, steps, values: steps.map(value) });
-const begin = (attempt) => agent.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 50, start_step: 0 }]);
+const steps = range(1, STEPS);
 
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
@@ -21,8 +18,8 @@ before(async () => {
     const body = spec(`job ${n}`, 1, 1000);
     body.train.lr = (n + 1) / 100;
     const { id } = await server.ask("/jobs", body), attempt = await agent.attempt(id);
-    await begin(attempt);
-    await agent.report(attempt, 0, [{ type: "metrics", rank: 0, columns: [column("loss", () => n + 1)] }]);
+    await agent.begin(attempt, { steps_per_epoch: 50 });
+    await agent.reportSteps(attempt, 0, steps, { loss: n + 1 });
     compared.push({ id, attempt });
   }
 });
@@ -55,11 +52,7 @@ const colouredShare = (page, picture = null) => page.evaluate(async ([picture, j
 }, [picture, compared.map(({ id }, n) => ({ id, loss: n + 1 }))]);
 /** Whether a line with this fraction of coloured pixels is solid (""), dashed or dotted. */
 const isDrawnAs = (share, dash) => (dash === "" ? share > 0.95 : dash === "dashed" ? share > 0.5 && share < 0.85 : share > 0.2 && share < 0.6);
-async function saved(page, kind) {
-  await page.locator("#curves .curve").first().locator("summary", { hasText: "Save" }).click();
-  const [file] = await Promise.all([page.waitForEvent("download"), page.locator("#curves .curve").first().getByRole("button", { name: kind, exact: true }).click()]);
-  return readFile(await file.path());
-}
+const saved = (page, kind) => saveChart(page, page.locator("#curves .curve").first(), kind);
 
 describe("more jobs than colours", () => {
   test("have dashed lines from the ninth and dotted lines from the seventeenth, in charts, lists and pictures", async () => {
@@ -75,7 +68,7 @@ describe("more jobs than colours", () => {
     assert.equal(new Set(marks).size, 3, "the three kinds of lines have different marks");
     const sharesOnPage = await colouredShare(page);
     for (const [n, { id }] of compared.entries()) assert.ok(isDrawnAs(sharesOnPage[id], DASHES[Math.floor(n / COLOURS)]), `job ${n}: ${sharesOnPage[id]}`);
-    const svg = String(await saved(page, "SVG"));
+    const svg = await saved(page, "SVG");
     assert.equal(svg.match(/stroke-dasharray="7 4"/g).length, 8);
     assert.equal(svg.match(/stroke-dasharray="2 3"/g).length, 2);
     const png = await saved(page, "PNG"), sharesInPng = await colouredShare(page, png.toString("base64"));
@@ -121,7 +114,7 @@ describe("a picture", () => {
   test("saved as PNG has title, axis names with units and legend at the same positions as the SVG", async () => {
     const page = await browser.page(server, comparePath(compared.slice(0, 3)));
     await untilDrawn(page, 3);
-    const svg = String(await saved(page, "SVG")), png = await saved(page, "PNG");
+    const svg = await saved(page, "SVG"), png = await saved(page, "PNG");
     const texts = await page.evaluate(async ([svg, png]) => {
       const picture = new DOMParser().parseFromString(svg, "image/svg+xml").documentElement, image = await createImageBitmap(new Blob([Uint8Array.from(atob(png), (c) => c.charCodeAt(0))]));
       const ctx = new OffscreenCanvas(image.width, image.height).getContext("2d", { willReadFrequently: true }), { palette } = await import("/static/chart/palette.js");
@@ -144,8 +137,8 @@ describe("a picture", () => {
 describe("a job", () => {
   test("of more than eight ranks is drawn as the mean, with a band from the lowest to the highest rank", async () => {
     const { id } = await server.ask("/jobs", spec("twelve ranks", 12, 1000)), attempt = await agent.attempt(id);
-    await begin(attempt);
-    for (let rank = 0; rank < 12; rank++) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", () => 2 + rank / 11)] }]);
+    await agent.begin(attempt);
+    for (let rank = 0; rank < 12; rank++) await agent.reportSteps(attempt, rank, steps, { loss: 2 + rank / 11 });
     const page = await browser.page(server, `/jobs/${id}`);
     await until("the chart is drawn", async () => (await page.evaluate(() => window.lockstep.charts.loss.firstDrawnAt)) > 0);
     await until("the band covers every rank", async () => (await page.evaluate(() => { const [{ series }] = window.lockstep.charts.loss.layers(), g = series.segments[0]; return [g.min[50], g.max[50], g.mean[50]]; })).every((v, i) => Math.abs(v - [2, 3, 2.5][i]) < 1e-6));
@@ -162,10 +155,10 @@ describe("a job", () => {
 
   test("on two machines has a line per machine for memory, disk and network", async () => {
     const { id } = await server.ask("/jobs", spec("two machines", 4, 1000)), attempt = await agent.attempt(id);
-    await begin(attempt);
+    await agent.begin(attempt);
     const metrics = ["memory_used_bytes", "disk_used_bytes", "disk_read_bytes_per_second", "disk_written_bytes_per_second", "network_received_bytes_per_second", "network_sent_bytes_per_second"];
     // One rank of each machine reports the machine's metrics.
-    for (const rank of [0, 2]) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: metrics.map((name, i) => column(name, () => (rank + 1) * (i + 1) * 1_000_000.5)) }]);
+    for (const rank of [0, 2]) await agent.reportSteps(attempt, rank, steps, Object.fromEntries(metrics.map((name, i) => [name, (rank + 1) * (i + 1) * 1_000_000.5])));
     const page = await browser.page(server, `/jobs/${id}`);
     for (const [i, name] of metrics.entries()) {
       await page.locator("#other-metric").selectOption(name);

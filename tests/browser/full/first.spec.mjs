@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { BINARY, Browser, ROOT, TestServer, until } from "../test-server.mjs";
+import { BINARY, Browser, ROOT, TestServer, until, untilLive } from "../test-server.mjs";
 
 let server, browser;
 before(async () => { [server, browser] = await Promise.all([TestServer.open({ dataset: false }), Browser.open()]); });
@@ -59,8 +59,8 @@ describe("a new server", () => {
 
   test("fills presets with a dataset of another name", async () => {
     const { datasets: [dataset] } = await server.ask("/datasets");
-    const response = await fetch(`${server.url}/api/v1/datasets/${dataset.name}`, { method: "DELETE", headers: server.headers });
-    assert.ok(response.ok, "the dataset can be removed, as no job uses it");
+    // No job uses the dataset.
+    await server.ask(`/datasets/${dataset.name}`, undefined, "DELETE");
     await server.ask("/datasets", { name: "clothes", path: dataset.path });
     const page = await browser.page(server, "/jobs/new");
     assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "clothes", "the form chooses the only dataset");
@@ -73,7 +73,7 @@ describe("a new server", () => {
 describe("a server with other pictures", () => {
   test("offers the bundled pictures if a preset needs them", async () => {
     const { datasets } = await server.ask("/datasets");
-    for (const { name } of datasets) await fetch(`${server.url}/api/v1/datasets/${name}`, { method: "DELETE", headers: server.headers });
+    for (const { name } of datasets) await server.ask(`/datasets/${name}`, undefined, "DELETE");
     await server.ask("/datasets", { name: "pets", path: join(ROOT, "tests/data/parquet/hub") });
     const page = await browser.page(server, "/jobs/new", { expectedErrors: [/422/] });
     const offer = page.getByRole("button", { name: "Use the bundled pictures" });
@@ -151,7 +151,7 @@ describe("buttons and keys", () => {
 
 test("the delay of a page is announced once, not every second", async () => {
   const page = await browser.page(server, "/machines");
-  await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+  await untilLive(page);
   const announced = await page.evaluate(async () => {
     const { showLive } = await import("/static/page.js"), heard = [];
     document.querySelector("#live-status").textContent = "";

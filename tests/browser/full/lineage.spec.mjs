@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
 import { after, before, describe, test } from "node:test";
-import { BINARY, Browser, TestServer, until } from "../test-server.mjs";
+import { BINARY, Browser, TestServer, until, untilLive } from "../test-server.mjs";
 
 let server, browser;
 before(async () => { [server, browser] = await Promise.all([TestServer.open(), Browser.open()]); });
@@ -18,7 +18,7 @@ describe("a fork", () => {
     const [checkpoint] = (await server.ask(`/jobs/${parent.id}/checkpoints`)).checkpoints;
     // The parent's page is open during the fork.
     const parentPage = await browser.page(server, `/jobs/${parent.id}?tab=history`);
-    await until("the page is live", async () => (await parentPage.locator("#live").textContent()) === "live");
+    await untilLive(parentPage);
     const fork = await server.ask(`/jobs/${parent.id}/fork`, { checkpoint: checkpoint.id, set: { name: "the fork", "train.steps": 48, "parallel.ranks": 1 } });
     const { owner } = await server.job(fork.id);
     assert.ok(owner, "the fork has an owner");
@@ -108,9 +108,9 @@ test("a pause and a cancellation are listed in the history with the person who r
   await until("the job is paused", async () => (await server.job(id)).state === "paused");
   await server.ask(`/jobs/${id}/cancel`, {});
   const { owner } = await server.job(id), entry = (what) => page.locator(`#history-rows li[data-what="${what}"]`).textContent();
-  for (const [what, words] of [["submitted", "Submitted"], ["pause_requested", "Pause requested"], ["cancelled", "Cancelled"]]) {
-    await until(`${words} is listed`, async () => (await page.locator(`#history-rows li[data-what="${what}"]`).count()) === 1);
-    assert.ok((await entry(what)).includes(`${words} by ${owner}`), await entry(what));
+  for (const [what, label] of [["submitted", "Submitted"], ["pause_requested", "Pause requested"], ["cancelled", "Cancelled"]]) {
+    await until(`${label} is listed`, async () => (await page.locator(`#history-rows li[data-what="${what}"]`).count()) === 1);
+    assert.ok((await entry(what)).includes(`${label} by ${owner}`), await entry(what));
   }
   await page.end();
 });

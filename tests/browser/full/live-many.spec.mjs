@@ -2,8 +2,8 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { simulateAgent, spec } from "../agent.mjs";
-import { Browser, TestServer, until } from "../test-server.mjs";
+import { range, simulateAgent, spec } from "../agent.mjs";
+import { Browser, TestServer, until, untilLive } from "../test-server.mjs";
 
 const RANKS = 2;
 let server, browser, agent;
@@ -13,17 +13,17 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-/** Starts a job that occupies all slots. */
+/** Starts a job that occupies all slots. Returns its attempt. */
 async function startJob(name) {
-  const job = await server.ask("/jobs", spec(name, RANKS, 1000)), event = { type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 };
-  await agent.evaluate(async ([id, event]) => window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [event]), [job.id, event]);
-  return job;
+  const attempt = await agent.attempt((await server.ask("/jobs", spec(name, RANKS, 1000))).id);
+  await agent.begin(attempt);
+  return attempt;
 }
-const end = (job) => agent.evaluate(async (id) => window.simulatedAgent.end(await window.simulatedAgent.attempt(id), 10), job.id);
+const end = (attempt) => agent.endAttempt(attempt, { how: "succeeded", step: 10 });
 
 describe("a page that stays open", () => {
   test("has all log lines and checkpoints after missing more events than the stream sends again", async () => {
-    const EVENTS = 21_000, job = await startJob("far behind"), page = await browser.page(server, "/machines", { expectedErrors: [/WebSocket/] });
+    const EVENTS = 21_000, attempt = await startJob("far behind"), page = await browser.page(server, "/machines", { expectedErrors: [/WebSocket/] });
     // While `isCut` is set, the page's sockets cannot connect.
     await page.addInitScript(() => {
       const Real = window.WebSocket, sockets = [];
@@ -33,33 +33,27 @@ describe("a page that stays open", () => {
       };
       window.connection = { cut() { isCut = true; sockets.splice(0).forEach((s) => s.close()); }, repair() { isCut = false; } };
     });
-    await page.goto(`${server.url}/jobs/${job.id}`);
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+    await page.goto(`${server.url}/jobs/${attempt.job}`);
+    await untilLive(page);
     await page.evaluate(() => { window.sameDocument = true; });
     await page.evaluate(() => window.connection.cut());
     await until("the page reconnects", async () => (await page.locator("#live").textContent()) === "reconnecting");
     // Each event has one log line. A checkpoint comes between the lines.
-    await agent.evaluate(async ([id, events]) => {
-      const attempt = await window.simulatedAgent.attempt(id), at = new Date().toISOString();
-      const line = (number) => ({ type: "log", rank: 0, lines: [{ number, at, text: `line ${number} of many` }] });
-      for (let from = 1; from <= events; from += 1000) await window.simulatedAgent.report(attempt, 0, Array.from({ length: 1000 }, (_, i) => line(from + i)));
-      await window.simulatedAgent.report(attempt, 1, [{ type: "checkpoint", epoch: 1, step: 5, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
-      await window.simulatedAgent.report(attempt, 0, Array.from({ length: 1000 }, (_, i) => line(events + 1 + i)));
-    }, [job.id, EVENTS]);
+    const line = (number, text = `line ${number} of many`) => ({ type: "log", rank: 0, lines: [{ number, at: new Date().toISOString(), text }] });
+    for (let from = 1; from <= EVENTS; from += 1000) await agent.report(attempt, 0, range(from, from + 999).map((number) => line(number)));
+    await agent.report(attempt, 1, [{ type: "checkpoint", epoch: 1, step: 5, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
+    await agent.report(attempt, 0, range(EVENTS + 1, EVENTS + 1000).map((number) => line(number)));
     await page.evaluate(() => window.connection.repair());
     const isShown = (text) => async () => (await page.locator("#log-lines").innerText()).includes(text);
     await until("the newest line is shown", isShown(`line ${EVENTS + 1000} of many`));
     await until("the checkpoint is listed", async () => (await page.locator("#checkpoints tr").count()) === 1);
     assert.match(await page.locator("#checkpoints tr").innerText(), /1-5/);
     // A new line is shown once.
-    await agent.evaluate(async ([id, number]) => {
-      const at = new Date().toISOString();
-      await window.simulatedAgent.report(await window.simulatedAgent.attempt(id), 0, [{ type: "log", rank: 0, lines: [{ number, at, text: "and one more" }] }]);
-    }, [job.id, EVENTS + 1001]);
+    await agent.report(attempt, 0, [line(EVENTS + 1001, "and one more")]);
     await until("the next line is shown", isShown("and one more"));
     assert.equal((await page.locator("#log-lines").innerText()).split("and one more").length, 2);
     assert.ok(await page.evaluate(() => window.sameDocument), "the page was not reloaded");
-    await end(job);
+    await end(attempt);
     await page.end();
   });
 
@@ -71,8 +65,7 @@ describe("a page that stays open", () => {
     await until("the first jobs are listed", async () => (await page.locator("#rows tr").count()) >= 25);
     for (const { id } of jobs) {
       await server.ask(`/jobs/${id}/cancel`, null);
-      const response = await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "DELETE" });
-      assert.equal(response.status, 204);
+      await server.ask(`/jobs/${id}`, undefined, "DELETE");
     }
     await until("the ten older jobs are listed", async () => (await page.locator("#rows tr").count()) === 10);
     assert.ok(await page.locator("#no-jobs").isHidden() && await page.locator("#none-match").isHidden());

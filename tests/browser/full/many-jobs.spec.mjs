@@ -85,7 +85,7 @@ describe("ten thousand jobs", () => {
 
   test("are reordered when the sort value of a job that is not loaded changes", async () => {
     const path = "/jobs?q=many&sort=-tag:first", { jobs } = await server.ask(`${path}&fields=id,name&limit=60`), { id, name } = jobs.at(-1), page = await browser.page(server, path);
-    const setTags = async (tags) => assert.ok((await fetch(`${server.url}/api/v1/jobs/${id}`, { method: "PATCH", headers: { "content-type": "application/json" }, body: JSON.stringify({ tags }) })).ok);
+    const setTags = (tags) => server.ask(`/jobs/${id}`, { tags }, "PATCH");
     await until("the first jobs are listed", async () => (await page.locator("#live").textContent()) === "live" && (await jobNames(page)).length === 50);
     const response = page.waitForResponse(/\/api\/v1\/jobs\?.*sort=-tag/);
     await setTags(["other"]);

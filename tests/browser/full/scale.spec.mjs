@@ -2,30 +2,24 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { simulateAgent, spec } from "../agent.mjs";
+import { loss, metrics, range, simulateAgent, spec } from "../agent.mjs";
 import { Browser, TestServer, losses, until } from "../test-server.mjs";
 
 const RANKS = 4, STEPS = 60_000;
-let server, browser, agent, job;
+let server, browser, agent, job, attempt;
 before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ dataset: false, agent: false }), Browser.open()]);
   agent = await simulateAgent(browser.chromium, server, RANKS);
   job = await server.ask("/jobs", spec("many points", RANKS, STEPS));
-  await agent.evaluate(async ([id, ranks, steps]) => {
-    const attempt = window.attempt = await window.simulatedAgent.attempt(id);
-    await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: steps, steps_per_epoch: 6000, start_step: 0 }]);
-    for (let rank = 0; rank < ranks; rank++) {
-      const events = [];
-      // From step 45,000, rank 3 waits for data and the other ranks wait for rank 3.
-      for (let first = 1; first <= steps - 100; first += 50) {
-        const part = Array.from({ length: 50 }, (_, i) => first + i), isSlow = rank === 3 ? (s) => s > 45_000 : () => false;
-        const column = (name, value) => ({ name, steps: part, values: part.map(value) });
-        events.push({ type: "metrics", rank, columns: [column("loss", (s) => window.agentKit.loss(s, rank)),
-          column("step_ms", () => 25.5), column("data_ms", (s) => (isSlow(s) ? 8.25 : 0.25)), column("all_reduce_ms", (s) => (s > 45_000 && rank !== 3 ? 8.25 : 0.25))] });
-      }
-      await window.simulatedAgent.report(attempt, rank, events);
-    }
-  }, [job.id, RANKS, STEPS]);
+  attempt = await agent.attempt(job.id);
+  await agent.begin(attempt, { total_steps: STEPS, steps_per_epoch: 6000 });
+  for (let rank = 0; rank < RANKS; rank++) {
+    const events = [];
+    // From step 45,000, rank 3 waits for data and the other ranks wait for rank 3.
+    const slow = (s) => (s > 45_000 ? 8.25 : 0.25), times = rank === 3 ? { data_ms: slow, all_reduce_ms: 0.25 } : { data_ms: 0.25, all_reduce_ms: slow };
+    for (let first = 1; first <= STEPS - 100; first += 50) events.push(metrics(rank, range(first, first + 49), { loss: (s) => loss(s, rank), step_ms: 25.5, ...times }));
+    await agent.report(attempt, rank, events);
+  }
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
@@ -53,26 +47,21 @@ describe("a long run", () => {
     await until("the banner is shown", () => banner.isVisible());
     // At first the page has only the newest steps.
     await until("the banner names rank 3, the step and the cause", async () => {
-      const words = await banner.textContent();
-      const [, share, since] = words.match(/Rank 3 is (\d+) % slower since step ([\d,]+)\..*waits for data/) ?? assert.fail(words);
-      return (Number(share) > 20 && Math.abs(Number(since.replaceAll(",", "")) - 45_000) < 2000) || Promise.reject(new Error(words));
+      const text = await banner.textContent();
+      const [, share, since] = text.match(/Rank 3 is (\d+) % slower since step ([\d,]+)\..*waits for data/) ?? assert.fail(text);
+      return (Number(share) > 20 && Math.abs(Number(since.replaceAll(",", "")) - 45_000) < 2000) || Promise.reject(new Error(text));
     });
     // Ranks 0, 2 and 3 report two more steps, rank 1 none. Then no rank reports.
-    await agent.evaluate(async ([steps]) => {
-      for (const rank of [0, 2, 3]) await window.simulatedAgent.report(window.attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps: [steps - 99, steps - 98], values: [0.5, 0.5] }] }]);
-    }, [STEPS]);
+    for (const rank of [0, 2, 3]) await agent.reportSteps(attempt, rank, [STEPS - 99, STEPS - 98], { loss: 0.5 });
     await until("the banner names rank 1", async () => /Rank 1 has not moved for 0:\d\d\..*all-reduce/.test(await banner.textContent()), 60_000);
     await page.end();
   });
 
   test("has at most 1000 rows of a log of 100,000 lines, and loads other lines by scrolling and searching", async () => {
-    await agent.evaluate(async () => {
-      let number = 0;
-      for (let part = 0; part < 100; part++) {
-        const lines = Array.from({ length: 1000 }, () => ({ number: ++number, at: "2026-01-02T03:04:05Z", text: number === 777 ? "a needle" : `line ${number}` }));
-        await window.simulatedAgent.report(window.attempt, 0, Array.from({ length: 100 }, (_, i) => ({ type: "log", rank: 0, lines: lines.slice(i * 10, i * 10 + 10) })));
-      }
-    });
+    for (let first = 1; first <= 100_000; first += 1000) {
+      const lines = range(first, first + 999).map((number) => ({ number, at: "2026-01-02T03:04:05Z", text: number === 777 ? "a needle" : `line ${number}` }));
+      await agent.report(attempt, 0, range(0, 99).map((i) => ({ type: "log", rank: 0, lines: lines.slice(i * 10, i * 10 + 10) })));
+    }
     const page = await browser.page(server, `/jobs/${job.id}`), box = page.locator("#log-lines"), rows = box.locator("p[data-at]");
     await until("the newest lines are shown", async () => /line 100000/.test(await rows.last().textContent()));
     assert.ok((await rows.count()) <= 1000);

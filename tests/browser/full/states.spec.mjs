@@ -3,23 +3,20 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { simulateAgent, spec } from "../agent.mjs";
+import { machineSample, metrics, range, simulateAgent, spec } from "../agent.mjs";
+import { LONG } from "../crowded.mjs";
 import { checkPage } from "../looks.mjs";
 import { Browser, signIn, TestServer, until } from "../test-server.mjs";
 
-const LONG = "resnet50-imagenet-with-a-name-that-says-all-lr-0.4-cosine-warmup-5-label-smoothing-0.1-mixup-0.2-cutmix-1.0-ema-0.9999-x";
 const CLASSES = ["tench", "goldfish", "great white shark, man-eater", "tiger shark", "hammerhead, hammerhead shark", "electric ray, crampfish", "stingray", "cock", "hen", "ostrich, Struthio camelus", "brambling", "goldfinch"];
 let server, authServer, trainingServer, browser, agent;
 const jobs = {};
 /** Starts a job and reports 50 steps and a checkpoint. */
 async function startJob(name) {
   const { id } = await server.ask("/jobs", { ...spec(name, 1, 1000), tags: ["a-tag-of-its-own"] });
-  const attempt = await agent.evaluate((id) => window.simulatedAgent.attempt(id), id), steps = Array.from({ length: 50 }, (_, i) => i + 1);
-  await agent.evaluate(([attempt, events]) => window.simulatedAgent.report(attempt, 0, events), [attempt, [
-    { type: "running", total_steps: 1000, steps_per_epoch: 50, start_step: 0 },
-    { type: "metrics", rank: 0, columns: [{ name: "loss", steps, values: steps.map((s) => 2.5 / s + 0.5) }, { name: "step_ms", steps, values: steps.map(() => 40.5) }] },
-    { type: "checkpoint", epoch: 1, step: 50, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 },
-  ]]);
+  const attempt = await agent.attempt(id);
+  await agent.begin(attempt, { steps_per_epoch: 50 });
+  await agent.report(attempt, 0, [metrics(0, range(1, 50), { loss: (s) => 2.5 / s + 0.5, step_ms: 40.5 }), { type: "checkpoint", epoch: 1, step: 50, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
   return { id, attempt };
 }
 
@@ -92,7 +89,7 @@ describe("other pages", () => {
 
   test("the form fits with errors", async () => {
     const act = async (page) => {
-      for (const [label, words] of [["Learning rate", "fast"], ["Ranks", "4096"], ["Epochs", "-1"]]) await page.getByLabel(label, { exact: true }).fill(words);
+      for (const [label, value] of [["Learning rate", "fast"], ["Ranks", "4096"], ["Epochs", "-1"]]) await page.getByLabel(label, { exact: true }).fill(value);
       await page.getByRole("button", { name: "Submit job" }).click();
       await until("the errors are listed", async () => (await page.locator("#mistakes a").count()) >= 3);
     };
@@ -107,13 +104,9 @@ describe("other pages", () => {
       const gpuAgent = await simulateAgent(browser.chromium, gpuServer, 8, { gpus: true }), body = spec(LONG, 4, 100);
       body.parallel.device = "cuda";
       const { id } = await gpuServer.ask("/jobs", body);
-      await gpuAgent.evaluate((id) => window.simulatedAgent.attempt(id).then(() => {}), id);
-      await gpuAgent.evaluate((share) => window.simulatedAgent.say({
-        type: "sample", at: new Date().toISOString(), cpus: 8, host_cpus: 64, cpu_utilization: share, load: 3.5, memory_used_bytes: 3e9, memory_bytes: 64e9, host_memory_bytes: 256e9,
-        disk_used_bytes: 97e9, disk_bytes: 100e9, disk_read_bytes_per_second: 5e6, disk_written_bytes_per_second: 12e6, network_received_bytes_per_second: 1e6, network_sent_bytes_per_second: 2e6,
-        gpus: Array.from({ length: 8 }, (_, slot) => ({ slot, utilization: share, memory_used_bytes: Math.round(80e9 * share), temperature_celsius: 61.5, power_watts: 412.5 })),
-      }), 0.75);
-      await gpuAgent.evaluate(() => window.simulatedAgent.say({ type: "findings", findings: [{ problem: true, text: "NCCL is missing: pip install nvidia-nccl-cu12" }, { problem: false, text: `Shared memory is small: /dev/${"a-long-name/".repeat(8)}shm` }] }));
+      await gpuAgent.attempt(id);
+      await gpuAgent.say(machineSample(0.75, range(0, 7).map((slot) => ({ slot, utilization: 0.75, memory_used_bytes: 60e9, temperature_celsius: 61.5, power_watts: 412.5 }))));
+      await gpuAgent.say({ type: "findings", findings: [{ problem: true, text: "NCCL is missing: pip install nvidia-nccl-cu12" }, { problem: false, text: `Shared memory is small: /dev/${"a-long-name/".repeat(8)}shm` }] });
       await checkPage(browser, gpuServer, "/machines", "machines-gpus", { ready: async (page) => /75 %/.test(await page.locator('[data-slot="0"]').innerText()) && (await page.locator(".warnings li.bad").count()) > 0 });
       assert.equal((await gpuServer.job(id)).ranks, 4);
     } finally { await gpuServer.close(); }

@@ -2,11 +2,11 @@
 
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
-import { mkdir, readFile, writeFile } from "node:fs/promises";
+import { mkdir, writeFile } from "node:fs/promises";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
-import { simulateAgent, spec } from "../agent.mjs";
-import { BINARY, Browser, TestServer, until } from "../test-server.mjs";
+import { range, simulateAgent, spec } from "../agent.mjs";
+import { BINARY, Browser, TestServer, saveChart, until } from "../test-server.mjs";
 
 let server, browser, agent;
 before(async () => {
@@ -15,15 +15,13 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-const range = (from, to) => Array.from({ length: to - from + 1 }, (_, i) => from + i);
 /** Reports the steps after `from` up to `to` of an attempt. `ms(step, rank)`: the duration of each step. `fields`: further fields of
  *  the event `running`. */
 async function train(attempt, ranks, from, to, ms, fields = {}) {
-  await agent.report(attempt, 0, [{ type: "running", total_steps: 120, steps_per_epoch: 30, start_step: from, ...fields }]);
-  const steps = range(from + 1, to), column = (name, value) => ({ name, steps, values: steps.map(value) });
-  for (let rank = 0; rank < ranks; rank++) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [column("loss", (s) => 2.5 - s / 200), column("step_ms", (s) => ms(s, rank)), column("all_reduce_ms", () => rank * 5.5)] }]);
+  await agent.begin(attempt, { total_steps: 120, steps_per_epoch: 30, start_step: from, ...fields });
+  for (let rank = 0; rank < ranks; rank++) await agent.reportSteps(attempt, rank, range(from + 1, to), { loss: (s) => 2.5 - s / 200, step_ms: (s) => ms(s, rank), all_reduce_ms: rank * 5.5 });
 }
-const number = (words) => Number(words?.match(/[\d,]+(\.\d+)?/)?.[0].replaceAll(",", ""));
+const number = (text) => Number(text?.match(/[\d,]+(\.\d+)?/)?.[0].replaceAll(",", ""));
 
 /** Returns the mean speed of the newest attempt in the first line of the chart of images/s, weighted by time. */
 const chartSpeed = (page) => page.evaluate(() => {
@@ -98,13 +96,8 @@ describe("the throughput of a job", () => {
     const { page, compare } = await assertSpeed(id, 1, 8 / 0.0405);
     await assertLastTime(compare, 30 * 0.1005 + 30 * 0.0405);
     // The mark at the start of the second attempt names its reason.
-    const saved = async (tab, card) => {
-      await card.locator("summary", { hasText: "Save" }).click();
-      const [file] = await Promise.all([tab.waitForEvent("download"), card.getByRole("button", { name: "SVG", exact: true }).click()]);
-      return readFile(await file.path(), "utf8");
-    };
-    assert.match(await saved(page, page.locator(".loss-card")), />attempt 2 \(after a pause on request\)<\/text>/);
-    assert.match(await saved(compare, compare.locator("#curves .curve").first()), />paused once: attempt 2<\/text>/, "in Compare the mark names its job");
+    assert.match(await saveChart(page, page.locator(".loss-card"), "SVG"), />attempt 2 \(after a pause on request\)<\/text>/);
+    assert.match(await saveChart(compare, compare.locator("#curves .curve").first(), "SVG"), />paused once: attempt 2<\/text>/, "in Compare the mark names its job");
     await page.getByRole("tab", { name: "History" }).click();
     await until("the history lists the pause and the resumption", async () => (await page.locator("#history-rows li").evaluateAll((all) => all.map((li) => li.dataset.what).join())) === "submitted,started,pause_requested,ended,resumed,started");
     await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
@@ -160,41 +153,6 @@ describe("the throughput of a job", () => {
     await train(attempt, 1, 0, 60, () => 50.5, { steps_per_epoch: 3, train_samples: 20 });
     const { page } = await assertSpeed(id, 1, 20 / (3 * 0.0505));
     await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
-    await page.end();
-  });
-});
-
-describe("a running job", () => {
-  test("announces nothing to screen readers while only numbers change", async () => {
-    const { id } = await server.ask("/jobs", spec("spoken of", 2, 120)), attempt = await agent.attempt(id);
-    await train(attempt, 2, 0, 5, () => 50.5);
-    const page = await browser.page(server, `/jobs/${id}`);
-    await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
-    await page.evaluate(() => {
-      window.spoken = [];
-      for (const node of document.querySelectorAll("[role=status], [role=alert], [aria-live]:not([aria-live=off])")) {
-        new MutationObserver(() => window.spoken.push(`${node.id || node.className}: ${node.textContent}`)).observe(node, { childList: true, characterData: true, subtree: true });
-      }
-    });
-    const began = Date.now();
-    for (let step = 6; step <= 100 && Date.now() - began < 6000; step++) {
-      for (const rank of [0, 1]) await agent.report(attempt, rank, [{ type: "metrics", rank, columns: [{ name: "loss", steps: [step], values: [2.5 - step / 200] }, { name: "step_ms", steps: [step], values: [50.5 + step] }] }]);
-      await until("the step is shown", async () => Number(await page.locator("#step").textContent()) >= step);
-    }
-    assert.ok(Number(await page.locator("#step").textContent()) > 6, "the numbers have changed");
-    assert.deepEqual(await page.evaluate(() => window.spoken), []);
-    await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
-    await page.end();
-  });
-
-  test("that is cancelled before its first point shows a message in place of charts", async () => {
-    const { id } = await server.ask("/jobs", spec("cancelled", 4, 120)), attempt = await agent.attempt(id);
-    await agent.report(attempt, 0, [{ type: "running", total_steps: 120, steps_per_epoch: 30, start_step: 0 }]);
-    const page = await browser.page(server, `/jobs/${id}`), emptyText = () => page.locator("#loss-chart").getAttribute("data-empty");
-    await until("the chart says that it has no point", async () => (await emptyText()) === "No point yet.");
-    await server.ask(`/jobs/${id}/cancel`, {});
-    await agent.endAttempt(attempt, { how: "stopped" });
-    await until("the message names the cancellation", async () => /cancelled before its first step/.test(await page.locator(".instead").innerText()));
     await page.end();
   });
 });

@@ -9,7 +9,7 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { describe, test } from "node:test";
 import { chromium } from "playwright-core";
-import { BINARY, Browser, CHROMIUM, CHROMIUM_ARGS, ROOT, TestServer, freePort, losses, until } from "../test-server.mjs";
+import { BINARY, Browser, CHROMIUM, CHROMIUM_ARGS, ROOT, TestServer, freePort, losses, until, untilLive } from "../test-server.mjs";
 
 const HOST = "lockstep.example.org";
 
@@ -21,7 +21,7 @@ class TlsServer extends TestServer {
       const sent = request(url.replace("http://", "https://"), options, async (response) => {
         let text = "";
         for await (const part of response.setEncoding("utf8")) text += part;
-        done({ ok: response.statusCode < 300, status: response.statusCode, json: async () => JSON.parse(text) });
+        done({ ok: response.statusCode < 300, status: response.statusCode, text: async () => text });
       });
       sent.on("error", failed).end(body);
     });
@@ -134,7 +134,7 @@ for (const [setup, prepare] of Object.entries(SETUPS)) {
       assert.equal(response.headers()["strict-transport-security"], "max-age=31536000");
       assert.equal(await page.evaluate(() => window.isSecureContext), true);
       const drawn = await until("the chart is drawn", async () => (await losses(page))["rank 0"]?.points);
-      await until("the page is live", async () => (await page.locator("#live").textContent()) === "live");
+      await untilLive(page);
       assert.ok(sockets.length > 0 && sockets.every((url) => url.startsWith(site.url.replace("https", "wss"))), sockets.join(" "));
       await until("new points are drawn", async () => (await losses(page))["rank 0"]?.points > drawn + 20);
 

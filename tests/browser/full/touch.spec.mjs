@@ -3,7 +3,7 @@
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
-import { simulateAgent, spec } from "../agent.mjs";
+import { range, simulateAgent, spec } from "../agent.mjs";
 import { assertAccessible, assertFits, savePicture } from "../looks.mjs";
 import { Browser, TestServer, losses, until as waitUntil } from "../test-server.mjs";
 
@@ -21,11 +21,9 @@ before(async () => {
     const body = spec(name, 1, 1000);
     body.train.lr = lr;
     const { id } = await server.ask("/jobs", body);
-    await agent.evaluate(async ([id, last, loss]) => {
-      const attempt = await window.simulatedAgent.attempt(id), steps = Array.from({ length: last }, (_, i) => i + 1);
-      await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: 1000, steps_per_epoch: 100, start_step: 0 },
-        { type: "metrics", rank: 0, columns: [{ name: "loss", steps, values: steps.map((s) => loss + 1 / s) }, { name: "lr", steps, values: steps.map(() => 0.1) }] }]);
-    }, [id, STEPS, loss]);
+    const attempt = await agent.attempt(id);
+    await agent.begin(attempt);
+    await agent.reportSteps(attempt, 0, range(1, STEPS), { loss: (s) => loss + 1 / s, lr: 0.1 });
     jobIds.push(id);
   }
 });
@@ -158,11 +156,7 @@ describe("jobs compared on a touch screen", () => {
 
 describe("a panel's size", () => {
   const sizes = async () => (await server.ask(`/jobs/${jobIds[0]}/panels`)).panels.map(({ title, columns, rows }) => `${title} ${columns}x${rows}`).join();
-  const saveThreePanels = async () => {
-    const panels = ["a", "b", "c"].map((title) => ({ title, metrics: ["loss"] }));
-    const response = await fetch(`${server.url}/api/v1/jobs/${jobIds[0]}/panels`, { method: "PUT", headers: { "content-type": "application/json" }, body: JSON.stringify({ panels }) });
-    assert.equal(response.status, 200, await response.text());
-  };
+  const saveThreePanels = () => server.ask(`/jobs/${jobIds[0]}/panels`, { panels: ["a", "b", "c"].map((title) => ({ title, metrics: ["loss"] })) }, "PUT");
   const grip = (page, title) => page.getByRole("button", { name: new RegExp(`^Size of ${title}:`) });
   const card = (page, title) => page.getByRole("region", { name: title, exact: true });
   async function open(options = {}) {

@@ -21,30 +21,20 @@ pub struct Join {
 
 const CA: &str = "lockstep-ca.crt";
 
-/// Quotes a word for a shell if necessary.
-fn quote(word: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "/_.-:".contains(c);
-    if !word.is_empty() && word.chars().all(is_plain) {
-        return word.to_owned();
-    }
-    format!("'{}'", word.replace('\'', r"'\''"))
-}
-
 impl Join {
     /// Returns the commands for the server's machine.
     pub(super) fn server_commands(&self) -> Vec<String> {
-        let data_dir =
-            || self.data_dir.iter().map(|dir| format!(" --data-dir {}", quote(dir))).collect::<String>();
+        let quoted = self.data_dir.iter().filter_map(|dir| shlex::try_quote(dir).ok());
+        let data_dir: String = quoted.map(|dir| format!(" --data-dir {dir}")).collect();
         let mut commands = Vec::new();
         if self.has_own_ca {
-            commands.push(format!("lockstep ca show{} > {CA}", data_dir()));
+            commands.push(format!("lockstep ca show{data_dir} > {CA}"));
         }
         if self.needs_token {
             let ca = if self.has_own_ca { format!(" --ca-file {CA}") } else { String::new() };
             let (server, name) = (&self.own_url, &self.name);
             commands.push(format!(
-                "lockstep token create --scope agent --agent {name} --server {server}{ca}{} --out {name}.token",
-                data_dir()
+                "lockstep token create --scope agent --agent {name} --server {server}{ca}{data_dir} --out {name}.token"
             ));
         }
         commands
@@ -112,8 +102,8 @@ mod tests {
         assert_eq!(
             closed.server_commands(),
             [
-                r"lockstep ca show --data-dir '/a b/it'\''s' > lockstep-ca.crt",
-                r"lockstep token create --scope agent --agent node-1 --server https://127.0.0.1:7070 --ca-file lockstep-ca.crt --data-dir '/a b/it'\''s' --out node-1.token",
+                r#"lockstep ca show --data-dir "/a b/it's" > lockstep-ca.crt"#,
+                r#"lockstep token create --scope agent --agent node-1 --server https://127.0.0.1:7070 --ca-file lockstep-ca.crt --data-dir "/a b/it's" --out node-1.token"#,
             ]
         );
         assert_eq!(closed.files(), "lockstep-ca.crt and node-1.token");

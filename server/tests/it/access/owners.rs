@@ -77,9 +77,9 @@ async fn members_change_only_their_own_jobs_and_admins_all() {
     assert_eq!(server.send_as(&otto, "DELETE", &hers, None).await.0, 403);
     assert_eq!(server.send_as(&otto, "GET", &hers, None).await.0, 200, "the job is not private");
     let page = otto.get(server.url(&format!("/jobs/{id}"))).send().await.unwrap().text().await.unwrap();
-    assert!(page.contains("href=\"/jobs?owner=mona\"") && page.contains("data-others"), "{page}");
+    assert!(page.contains("href=\"/jobs?owner=mona\"") && page.contains("data-read-only"), "{page}");
     let page = mona.get(server.url(&format!("/jobs/{id}"))).send().await.unwrap().text().await.unwrap();
-    assert!(!page.contains("data-others"), "{page}");
+    assert!(!page.contains("data-read-only"), "{page}");
     assert_eq!(server.send_as(&ada, "PATCH", &hers, note()).await.0, 200);
     assert_eq!(server.send_as(&ada, "POST", &format!("{hers}/cancel"), None).await.0, 202);
     assert_eq!(server.send_as(&mona, "DELETE", &hers, None).await.0, 204);

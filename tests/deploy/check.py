@@ -60,7 +60,7 @@ def check_kubernetes(program):
             mounted = {mount["name"] for mount in container["volumeMounts"]}
             claims = {claim["metadata"]["name"] for claim in document["spec"].get("volumeClaimTemplates", [])}
             assert mounted == {volume["name"] for volume in pod["volumes"]} | claims, f"{name}: {mounted}"
-    # The server's StatefulSet counts twice: with and without its options.
+    # The server's StatefulSet is checked twice: with and without its options.
     assert kinds.count("StatefulSet") == 4, kinds
     assert set(roles) == {"launch-role.yaml"}, f"only a launch needs a role: {roles}"
     check_role()
@@ -122,5 +122,6 @@ if __name__ == "__main__":
     check_launch(sys.argv[1])
     check_compose(sys.argv[1])
     commands.check_all(sys.argv[1])
-    running.check_running(sys.argv[1])
+    running.check_kubernetes(sys.argv[1])
+    running.check_compose(sys.argv[1])
     print("deploy/ and docker-compose.yml are valid, and their commands work")

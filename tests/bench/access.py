@@ -24,7 +24,7 @@ import urllib.parse
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "gpu"))
 from server import free_port  # noqa: E402
-from test_server import Stream, wait  # noqa: E402
+from server_under_test import Stream, wait  # noqa: E402
 
 PASSWORD = "a password of ten letters"
 

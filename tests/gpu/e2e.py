@@ -22,7 +22,7 @@ import time
 import traceback
 
 from gang import gang
-from test_server import Failure, TestServer, expect, expect_last_steps_kept, expect_same_tensors, gpu_memory, wait
+from server_under_test import Failure, ServerUnderTest, expect, expect_last_steps_kept, expect_same_tensors, gpu_memory, wait
 
 # The driver's own memory grows a little when a GPU is first used.
 SLACK_MIB = 64
@@ -45,7 +45,7 @@ class Stage:
         print(f"    {text}", flush=True)
 
     def server(self, warm="off"):
-        server = TestServer(self.program, self.folder, self.device, self.ranks, warm=warm)
+        server = ServerUnderTest(self.program, self.folder, self.device, self.ranks, warm=warm)
         server.cli("dataset", "add", "pictures", self.dataset)
         return server
 
@@ -95,7 +95,7 @@ class Stage:
 def check_steps(job, ranks, steps, killed=None):
     """Checks that every rank has reported every step, and none twice in an attempt. The last steps of a rank that was killed in attempt 1 may
     be missing."""
-    reported = job.losses()
+    reported = job.loss_steps()
     for (rank, attempt), listed in reported.items():
         expect(listed == sorted(set(listed)), f"rank {rank} reported a step twice in attempt {attempt}")
     for rank in range(ranks):
@@ -237,7 +237,7 @@ def give_up(stage):
     job = server.submit(spec)
     job.until_step(20)
     os.kill(job.ranks(1)[0], signal.SIGKILL)
-    expect(job.end() == "failed", f"the job has {job.state}")
+    expect(job.end() == "failed", f"the job is {job.state}")
     expect("rank 0 was killed by signal 9" in job.reason, job.reason)
     wait(5, "all ranks are gone", lambda: not job.ranks(1))
     stage.note(job.reason)
@@ -253,7 +253,7 @@ def cancel(stage):
     job.until_step(20)
     requested = time.monotonic()
     server.request("POST", f"/jobs/{job.id}/cancel")
-    expect(job.end() == "cancelled", f"the job has {job.state}: {job.reason}")
+    expect(job.end() == "cancelled", f"the job is {job.state}: {job.reason}")
     wait(5, "all ranks are gone", lambda: not job.ranks(1))
     stage.note(f"gone {time.monotonic() - requested:.1f} s after the request")
     stage.check_memory(baseline)

@@ -30,7 +30,7 @@ fn with_slow_steps(mut environment: Vec<(String, String)>) -> Vec<(String, Strin
 }
 
 #[tokio::test]
-async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
+async fn a_rank_killed_at_any_point_of_a_checkpoint_restarts_cleanly() {
     let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
     let model = undisturbed_weights(STEPS).await;
@@ -59,7 +59,7 @@ async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
 }
 
 #[tokio::test]
-async fn the_disk_may_be_full_at_every_step_of_writing_a_checkpoint() {
+async fn training_continues_if_the_disk_is_full_at_any_point_of_a_checkpoint() {
     let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
     let frequent =
@@ -133,7 +133,7 @@ async fn the_last_checkpoint_waits_for_disk_space() {
     server.stop().await;
 }
 
-async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str) {
+async fn assert_kills_of_the_server_lose_nothing(database: fn() -> Option<String>, kind: &str) {
     let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
 
@@ -195,18 +195,18 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
 }
 
 #[tokio::test]
-async fn the_server_may_die_at_every_point_of_writing_to_sqlite() {
-    server_dies_at_every_point(|| None, "SQLite").await;
+async fn a_server_killed_at_any_point_of_writing_to_sqlite_loses_nothing() {
+    assert_kills_of_the_server_lose_nothing(|| None, "SQLite").await;
 }
 
 #[tokio::test]
 #[ignore = "slow: the same test as for SQLite, with Postgres"]
-async fn slow_the_server_may_die_at_every_point_of_writing_to_postgres() {
-    server_dies_at_every_point(|| Some(postgres::database()), "Postgres").await;
+async fn slow_a_server_killed_at_any_point_of_writing_to_postgres_loses_nothing() {
+    assert_kills_of_the_server_lose_nothing(|| Some(postgres::database()), "Postgres").await;
 }
 
 #[tokio::test]
-async fn the_database_s_disk_may_be_full_for_a_while() {
+async fn reports_wait_while_the_database_s_disk_is_full() {
     let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
     let model = undisturbed_weights(STEPS).await;

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 #[tokio::test]
 #[ignore = "slow: 15 s without a database"]
-async fn slow_postgres_may_be_away_for_15_s() {
+async fn slow_ranks_train_on_while_postgres_is_away_for_15_s() {
     let _permit = training_permit().await;
     let (secs, steps) = (15, 6 * STEPS);
     let mut cluster = Cluster::new(true);
@@ -43,7 +43,7 @@ async fn slow_postgres_may_be_away_for_15_s() {
 
 /// Another process holds the database's write lock, as a person with `sqlite3` or a backup program may.
 #[tokio::test]
-async fn sqlite_may_be_busy_for_longer_than_a_request_waits() {
+async fn ranks_train_on_while_another_process_locks_sqlite() {
     let _permit = training_permit().await;
     let server = start(None, variables([SLOW_STEPS])).await;
     let model = undisturbed_weights(STEPS).await;

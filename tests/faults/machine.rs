@@ -96,7 +96,7 @@ impl Drop for Group {
 
 #[tokio::test]
 #[ignore = "needs root and cgroup v1"]
-async fn root_the_kernel_s_oom_killer_ends_a_rank() {
+async fn root_a_rank_killed_for_memory_fails_its_job() {
     let _permit = training_permit().await;
     let server = start(None, Vec::new()).await;
     let group = Group::new("memory");
@@ -165,7 +165,7 @@ async fn root_a_rank_frozen_by_the_kernel_is_named() {
 }
 
 #[tokio::test]
-async fn the_clock_may_be_set_forward_and_back() {
+async fn an_attempt_survives_a_clock_set_forward_and_back() {
     let _permit = training_permit().await;
     let steps = 2 * STEPS;
     let expected_weights = undisturbed_weights(steps).await;
@@ -258,7 +258,7 @@ impl Drop for Disk {
 
 #[tokio::test]
 #[ignore = "needs root"]
-async fn root_the_disk_may_be_full_for_a_while() {
+async fn root_training_continues_after_a_full_disk() {
     let _permit = training_permit().await;
     // The job lasts longer than the disk is full.
     let steps = 6 * STEPS;

@@ -76,7 +76,7 @@ impl Tunnel {
 
 #[tokio::test]
 #[ignore = "slow: leases run out"]
-async fn slow_the_network_between_agent_and_server_may_be_cut() {
+async fn slow_a_short_cut_keeps_the_attempt_and_a_long_cut_fences_it() {
     let _permit = training_permit().await;
     let steps = 4 * STEPS;
     let model = undisturbed_weights(steps).await;
@@ -122,7 +122,7 @@ async fn slow_the_network_between_agent_and_server_may_be_cut() {
 
 #[tokio::test]
 #[ignore = "slow: a spool fills up"]
-async fn slow_the_spool_may_be_full() {
+async fn slow_ranks_write_a_checkpoint_and_end_when_the_spool_is_full() {
     let _permit = training_permit().await;
     let steps = 8 * STEPS;
     let model = undisturbed_weights(steps).await;

@@ -29,7 +29,7 @@ fn start_step(events: &[Value], attempt: u64) -> u64 {
 }
 
 #[tokio::test]
-async fn ranks_may_be_killed_or_crash() {
+async fn killed_and_crashed_ranks_restart_with_the_same_weights() {
     let _permit = training_permit().await;
     let server = server().await;
     let model = undisturbed_weights(STEPS).await;
@@ -104,7 +104,7 @@ async fn a_rank_that_hangs_is_restarted() {
 }
 
 #[tokio::test]
-async fn an_agent_that_is_killed_comes_back_before_the_lease_ends() {
+async fn an_agent_restarted_within_its_lease_keeps_the_attempt() {
     let _permit = training_permit().await;
     let server = server().await;
     let model = undisturbed_weights(STEPS).await;
@@ -164,7 +164,7 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
 }
 
 #[tokio::test]
-async fn the_newest_checkpoint_may_be_damaged() {
+async fn a_damaged_newest_checkpoint_is_replaced_by_the_previous_one() {
     let _permit = training_permit().await;
     let server = server().await;
     let model = undisturbed_weights(STEPS).await;
@@ -210,7 +210,7 @@ async fn the_newest_checkpoint_may_be_damaged() {
 }
 
 #[tokio::test]
-async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
+async fn a_removed_or_changed_dataset_fails_the_job_with_a_reason() {
     let _permit = training_permit().await;
     let server = server().await;
     let model = undisturbed_weights(STEPS).await;
@@ -254,7 +254,7 @@ async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
 
 #[tokio::test]
 #[ignore = "slow: leases run out"]
-async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
+async fn slow_an_agent_that_returns_after_its_lease_is_fenced() {
     let _permit = training_permit().await;
     let steps = 4 * STEPS;
     let environment = variables([SHORT_LEASE, SLOW_STEPS]);
@@ -303,7 +303,7 @@ async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
 
 #[tokio::test]
 #[ignore = "slow: the server is down for 20 s"]
-async fn slow_the_server_may_be_down_for_20_s() {
+async fn slow_ranks_train_on_while_the_server_is_down_for_20_s() {
     let _permit = training_permit().await;
     let outage = Duration::from_secs(20);
     let steps = 8 * STEPS;

@@ -76,6 +76,14 @@ class Stage:
             spec[key] = {**spec.get(key, {}), **value}
         return spec, spec["train"]["steps"], every
 
+    def reproducible_job(self, steps, ranks):
+        """Returns the specification of a job that writes no checkpoint before its end, and the number of its steps. `steps`: on GPUs."""
+        arch, side, steps = ("resnet50", 64, steps) if self.device == "cuda" else ("resnet20", 28, 90)
+        spec = self.spec("undisturbed", model={"arch": arch}, data={"image_size": side}, parallel={"ranks": ranks})
+        spec["train"].update(steps=steps, deterministic=True)
+        spec["checkpoint"].update(every_steps=100 * steps)
+        return spec | {"evaluate": {"every_epochs": 0}}, steps
+
     def check_memory(self, baseline, seconds=15):
         """Waits until the GPUs' memory in use is back at the baseline."""
         if not baseline:
@@ -181,12 +189,7 @@ def lost(stage):
     os.environ["LOCKSTEP_SHARED_MEMORY"] = "0"
     server = stage.server()
     del os.environ["LOCKSTEP_SHARED_MEMORY"]
-    arch, side, steps = ("resnet50", 64, 900) if stage.device == "cuda" else ("resnet20", 28, 90)
-    spec = stage.spec("undisturbed", model={"arch": arch}, data={"image_size": side})
-    spec["train"].update(steps=steps, deterministic=True)
-    spec["checkpoint"].update(every_steps=100 * steps)
-    spec["evaluate"] = {"every_epochs": 0}
-
+    spec, steps = stage.reproducible_job(900, stage.ranks)
     undisturbed = server.submit(spec).final_checkpoint(steps)
     job = server.submit({**spec, "name": "lost"})
     # Kills the last rank, then rank 0, which writes checkpoints.

@@ -62,12 +62,7 @@ def gang(stage):
     server.cli("dataset", "add", "pictures", stage.dataset)
     baseline = gpu_memory()
 
-    arch, side, steps = ("resnet50", 64, 300) if stage.device == "cuda" else ("resnet20", 28, 90)
-    spec = stage.spec("undisturbed", model={"arch": arch}, data={"image_size": side}, parallel={"ranks": 2})
-    spec["train"].update(steps=steps, deterministic=True)
-    spec["checkpoint"].update(every_steps=100 * steps)
-    spec["evaluate"] = {"every_epochs": 0}
-
+    spec, steps = stage.reproducible_job(300, 2)
     undisturbed = server.submit(spec).final_checkpoint(steps)
     job = server.submit({**spec, "name": "gang"})
     kills = ((1, 1), (2, 0))

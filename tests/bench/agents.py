@@ -70,12 +70,14 @@ class Job:
 
 
 class Fleet:
+    """All simulated agents and jobs, and what was measured."""
+
     def __init__(self, server, options):
         self.server, self.options = server, options
         # `order`: jobs in the order of their starts; `early`: Starts of jobs whose submission has no response yet.
         self.jobs, self.order, self.early = {}, [], {}
         self.is_killed, self.revoked, self.disconnected, self.stops, self.done = False, 0, 0, [], 0
-        # `demand`: the ranks of all submitted jobs that have not ended; `burst`: the time of the newest burst of ends.
+        # `burst`: the time of the newest burst of ends; `demand`: the ranks of all unfinished jobs.
         self.burst, self.out_of_order, self.demand, self.queued_most = 0.0, 0, 0, 0
         self.killed_at, self.from_end_over_kill = float("inf"), []
         self.from_submission, self.from_end, self.from_end_kept, self.submitting = [], [], [], []
@@ -168,7 +170,7 @@ def summary(secs):
 
 
 def fencing_number(token):
-    """The number in a fencing token."""
+    """Returns the number in a fencing token."""
     return int(str(token).split("-")[0].split(".")[0])
 
 

@@ -23,7 +23,7 @@ use tokio::sync::Mutex;
 pub(crate) const STEPS: u64 = 160;
 /// Steps from one checkpoint to the next.
 pub(crate) const CHECKPOINT_STEPS: u64 = 20;
-/// A lease of 10 s: ranks end 6 s after the last message from the server.
+/// A lease of 10 s: ranks end 8 s after the last message from the server.
 pub(crate) const SHORT_LEASE: (&str, &str) = ("LOCKSTEP_LEASE", "10");
 /// Ranks whose steps take at least 20 ms, so that a job of [`STEPS`] takes 3.2 s on the fastest machine.
 pub(crate) const SLOW_STEPS: (&str, &str) = ("LOCKSTEP_FAULT", "step:slow");

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks deploy/, docker-compose.yml and the objects of `lockstep launch --with kubernetes` against Kubernetes' published schemas and the Compose
-specification. Checks that the program has all commands in these files, their comments and the pages, and runs the commands. tests/run
-installs the imported packages (into target/schemas) and runs this script.
+specification. Checks that the program has all commands in these files and their comments, and runs the commands. tests/run installs the
+imported packages (into target/schemas) and runs this script.
 
     PYTHONPATH=target/schemas python3 tests/deploy/check.py target/debug/lockstep
 """

@@ -1,4 +1,5 @@
-"""Finds the `lockstep` commands in comments and pages, and checks that the program has their subcommands and options."""
+"""Finds the `lockstep` commands in the manifests, the Compose file and their comments, and checks that the program has their subcommands and
+options. Tests in `tests/it/full/examples.rs` check the commands of pages."""
 
 import functools
 import pathlib
@@ -75,20 +76,11 @@ def comments(text):
     return "\n".join(match[1] for match in re.finditer(r"(?:^|\s)#(.*)$", text, re.MULTILINE))
 
 
-def code_of(page):
-    """Returns the shell blocks of a page, and the code between single backticks."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    prose = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
-    return "\n".join([*blocks, *(" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose))])
-
-
 def check_all(program):
     for path in [ROOT / "docker-compose.yml", ROOT / "Dockerfile", *sorted((ROOT / "deploy").rglob("*.yaml"))]:
         # Commands are in comments and in YAML values, which may be scripts.
         count = check_text(program, path.name, comments(path.read_text())) + check_text(program, path.name, re.sub(r"#.*", "", path.read_text()))
         assert count or path.name == "Dockerfile", f"{path.name}: no command was found"
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        check_text(program, path.name, code_of(path.read_text()))
     # Wrong commands are found.
     for text in ("kubectl exec pod -- lockstep tokn create", "lockstep ca sho", "lockstep token create --scop agent > file", "x lockstep serve --lisen a"):
         try:

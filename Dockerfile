@@ -5,13 +5,13 @@ WORKDIR /src
 COPY . .
 RUN cargo build --release --locked
 
-# Newer than the build's Debian, so the program runs there.
+# Ubuntu 24.04 has a newer glibc than the build's Debian, so the program runs in this image.
 FROM nvidia/cuda:13.0.1-cudnn-runtime-ubuntu24.04 AS gpu
-# The driver's parts that the container gets; video is for JPEG files that the GPU decodes.
+# Parts of the driver that the container gets; `video` lets the GPU decode JPEG files.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility,video
-# Authorities of public certificates: an agent's server, an object store, a provider that signs people in.
+# Public CA certificates, for connections to a server, an object store or an OpenID provider.
 RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates && rm -rf /var/lib/apt/lists/*
-# A volume that is mounted at a folder of the image gets its owner.
+# A new volume gets the owner of the folder at which it is mounted.
 RUN useradd --create-home --uid 10001 lockstep \
     && install -d -o lockstep -g lockstep /data /agent
 COPY --from=build /src/target/release/lockstep /usr/local/bin/lockstep
@@ -21,11 +21,11 @@ EXPOSE 7070
 ENTRYPOINT ["lockstep"]
 CMD ["serve", "--data-dir", "/data"]
 
-# Last: what `docker build` makes without --target.
+# The last stage is the default of `docker build`.
 FROM debian:bookworm-slim AS cpu
-# Authorities of public certificates: an agent's server, an object store, a provider that signs people in.
+# Public CA certificates, for connections to a server, an object store or an OpenID provider.
 RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates && rm -rf /var/lib/apt/lists/*
-# A volume that is mounted at a folder of the image gets its owner.
+# A new volume gets the owner of the folder at which it is mounted.
 RUN useradd --create-home --uid 10001 lockstep \
     && install -d -o lockstep -g lockstep /data /agent
 COPY --from=build /src/target/release/lockstep /usr/local/bin/lockstep

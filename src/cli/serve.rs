@@ -105,7 +105,8 @@ pub(crate) struct Args {
     /// Seconds after a job's end for which the points of its metrics stay in the event stream; the metrics stay available
     #[arg(long, value_name = "SECS", default_value = "3600")]
     keep_points: u32,
-    /// Seconds without a message after which an agent counts as lost and its jobs continue on other machines; its ranks end 4 s earlier
+    /// Seconds without a message after which an agent counts as lost and its jobs continue on other machines. Its ranks end
+    /// earlier, by a fifth of this time but at most 4 s
     #[arg(long, value_name = "SECS", env = "LOCKSTEP_LEASE", default_value = "15",
         value_parser = clap::value_parser!(u32).range(8..=3600))]
     lease: u32,

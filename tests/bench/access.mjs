@@ -14,10 +14,9 @@ import { join as path } from "node:path";
 import { chromium } from "../browser/node_modules/playwright-core/index.mjs";
 import { CHROMIUM, TestServer, signIn, until } from "../browser/test-server.mjs";
 import { simulateAgent, spec } from "../browser/agent.mjs";
+import { ARGUMENTS as args, option, reportLosses, timeAllJobs, timeFirstChart, timeList, timeListFromMachines } from "./pages.mjs";
 
-const option = (name, fallback) => { const i = process.argv.indexOf(`--${name}`); return i < 0 ? fallback : Number(process.argv[i + 1]); };
-const JOBS = option("jobs", 1000), POINTS = option("points", 1_000_000), ROUNDS = option("rounds", 15), RANKS = 8, EVENT_STEPS = 500;
-const args = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-timer-throttling"];
+const JOBS = option("jobs", 1000), POINTS = option("points", 1_000_000), ROUNDS = option("rounds", 15), RANKS = 8;
 const median = (values) => values.toSorted((a, b) => a - b)[values.length >> 1];
 
 /** Returns the numbers below `count` in a random order. */
@@ -35,55 +34,23 @@ async function fill(server) {
   const agentBrowser = await chromium.launch({ executablePath: CHROMIUM, args });
   const agent = await simulateAgent(agentBrowser, server, RANKS);
   const { id } = await server.ask("/jobs", spec("many points", RANKS, POINTS));
-  await agent.evaluate(async ([id, points, ranks, eventSteps]) => {
-    const attempt = await window.simulatedAgent.attempt(id);
-    await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: points, steps_per_epoch: points / 10, start_step: 0 }]);
-    for (let first = 1; first <= points; first += 20 * eventSteps) {
-      await Promise.all(Array.from({ length: ranks }, (_, rank) => {
-        const events = [];
-        for (let from = first; from < first + 20 * eventSteps && from <= points; from += eventSteps) {
-          const steps = Array.from({ length: Math.min(eventSteps, points - from + 1) }, (_, i) => from + i);
-          events.push({ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agentKit.loss(s, rank)) }] });
-        }
-        return window.simulatedAgent.report(attempt, rank, events);
-      }));
-    }
-    await window.simulatedAgent.end(attempt, points);
-  }, [id, POINTS, RANKS, EVENT_STEPS]);
+  await reportLosses(agent, id, RANKS, POINTS);
+  await agent.evaluate(async ([id, points]) => window.simulatedAgent.end(await window.simulatedAgent.attempt(id), points), [id, POINTS]);
   await until("the job has ended", async () => (await server.job(id)).state === "succeeded");
   await agentBrowser.close();
   for (let i = 0; i < JOBS - 1; i++) await server.ask("/jobs", spec(`job ${i}`, 1 + (i % RANKS), 1000));
   return id;
 }
 
-const firstPaint = (page) => until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime));
-
 /** The measurements. Each runs in a new tab. */
 const cases = (job) => ({
-  [`${JOBS} jobs: navigation to first rows painted, in a new tab`]: async (page, server) => {
-    await page.goto(`${server.url}/jobs`, { waitUntil: "load" });
-    await until("the list is loaded", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length));
-    return firstPaint(page);
-  },
-  "the same, from another page of the dashboard": async (page, server) => {
-    await page.goto(`${server.url}/machines`, { waitUntil: "load" });
-    await page.click('nav a[href="/jobs"]');
-    await until("the list is loaded", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length).catch(() => 0));
-    return firstPaint(page);
-  },
+  [`${JOBS} jobs: navigation to first rows painted, in a new tab`]: timeList,
+  "the same, from another page of the dashboard": timeListFromMachines,
   [`all ${JOBS} jobs as JSON, read and parsed`]: async (page, server) => {
     await page.goto(`${server.url}/machines`, { waitUntil: "load" });
-    return page.evaluate(async () => {
-      const start = performance.now();
-      let cursor = "";
-      do { cursor = (await (await fetch(`/api/v1/jobs?limit=500${cursor && `&cursor=${cursor}`}`)).json()).next_cursor; } while (cursor);
-      return performance.now() - start;
-    });
+    return timeAllJobs(page);
   },
-  [`${RANKS} ranks × ${POINTS.toLocaleString("en")} points: navigation to first chart`]: async (page, server) => {
-    await page.goto(`${server.url}/jobs/${job}`);
-    return until("the first chart is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt));
-  },
+  [`${RANKS} ranks × ${POINTS.toLocaleString("en")} points: navigation to first chart`]: (page, server) => timeFirstChart(page, server, job),
   "the same job: navigation to its websocket's last event": async (page, server) => {
     await page.goto(`${server.url}/machines`, { waitUntil: "load" });
     return page.evaluate((job) => new Promise((done, failed) => {

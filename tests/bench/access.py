@@ -1,6 +1,6 @@
-"""The cost of authentication: requests pages, lists and streams of one database in turns from a server with tokens and people, and from a
-server with --no-auth. Each request has its own connection. Also compares the times of a private and a missing job for a person who may
-see neither, and of GET /healthz beside readers of large pages and alone.
+"""The cost of authentication: requests pages, lists and streams in turns from a server with tokens and people, and from a server with --no-auth
+and the same database. Each request has its own connection. Also compares the times of the response 404 for a private job and for a missing
+job, and the times of GET /healthz with and without clients that read large pages.
 
     python3 tests/bench/access.py [--program target/release/lockstep] [--jobs 1000] [--rounds 40]
 
@@ -24,7 +24,7 @@ import urllib.parse
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "gpu"))
 from server import free_port  # noqa: E402
-from test_server import Stream, wait  # noqa: E402
+from server_under_test import Stream, wait  # noqa: E402
 
 PASSWORD = "a password of ten letters"
 
@@ -65,7 +65,7 @@ class Server:
 
 
 def fill(database, job, jobs, events):
-    """Copies a job until there are `jobs` jobs, and adds `events` log events of one line to the first."""
+    """Copies a job until there are `jobs` jobs, and adds `events` log events of one line each to the first job."""
     db = sqlite3.connect(database)
     columns = [row[1] for row in db.execute("PRAGMA table_info(jobs)")]
     values = {"id": "substr(id, 1, length(id) - 6) || printf('%06d', i)", "name": "name || ' ' || i", "created_at": "created_at - i * 1000"}
@@ -89,7 +89,7 @@ def milliseconds(request):
 
 
 def beside_readers(readers, read, measure):
-    """The result of `measure` while `readers` connections of another process call `read` again and again, and their number of calls."""
+    """Returns the result of `measure` while `readers` threads of another process call `read` again and again, and the number of these calls."""
     context = multiprocessing.get_context("fork")
     stop, calls, failures = context.Event(), context.Value("i", 0), context.SimpleQueue()
 
@@ -151,7 +151,7 @@ def main():
         server.stop()
         fill(directory / "lockstep.db", job, options.jobs, options.events)
         shutil.copytree(directory, work / "open")
-        authenticated, open_ = Server(program, directory, "--no-local-agent"), Server(program, work / "open", "--no-local-agent", "--no-auth")
+        authenticated, unauthenticated = Server(program, directory, "--no-local-agent"), Server(program, work / "open", "--no-local-agent", "--no-auth")
         form = urllib.parse.urlencode({"name": "mona", "password": PASSWORD})
         origin = f"http://127.0.0.1:{authenticated.port}"
         status, _, response = authenticated.request("POST", "/login", form, {"Content-Type": "application/x-www-form-urlencoded", "Origin": origin})
@@ -185,7 +185,7 @@ def main():
             times = {True: [], False: []}
             for number in range(options.rounds + 1):
                 for has_auth in (True, False) if number % 2 else (False, True):
-                    times[has_auth].append(milliseconds(lambda: request(authenticated if has_auth else open_, has_auth)))
+                    times[has_auth].append(milliseconds(lambda: request(authenticated if has_auth else unauthenticated, has_auth)))
             with_auth, without = (statistics.median(times[has_auth][1:]) for has_auth in (True, False))
             print(json.dumps({"case": case, "n": options.rounds, "with_ms": round(with_auth, 2), "without_ms": round(without, 2), "ratio": round(with_auth / without, 3)}), flush=True)
 

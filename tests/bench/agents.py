@@ -5,11 +5,11 @@
                                   [--program target/release/lockstep] [--database postgres://USER@HOST/NAME]
 
 Starts the real server, and simulated agents in this process. The agents speak the protocol over real websockets, each with its own token.
-They send heartbeats and measurements at the intervals of real agents, and for every job a start, a few points of each rank, a checkpoint
-and an end. They train nothing. Of the jobs, 40 % have 1 rank, 30 % have 2, 20 % have 8 and 10 % have 16, which needs two agents. Jobs are
-submitted as fast as the server accepts them. A job runs for --secs seconds, varied by the fraction --spread (0: jobs that start together
-end together). As with real agents, ranks report first half a second to a second after their Start. When half of the jobs have ended, the
-server is killed and started again.
+They train nothing, but send heartbeats and measurements at the intervals of real agents, and for every job a start, a few points of each
+rank, a checkpoint and an end. Of the jobs, 40 % have 1 rank, 30 % have 2, 20 % have 8 and 10 % have 16, which needs two agents. Jobs are
+submitted as fast as the server accepts them. A job runs for --secs seconds, varied by up to the fraction --spread (0: jobs that start together
+end together). As with real agents, a rank's first report is sent half a second to a second after the Start. When half of the jobs have
+ended, the server is killed and started again.
 
 Prints a line of JSON:
 
@@ -20,17 +20,17 @@ Prints a line of JSON:
   start_ms_submitted  from sending POST /jobs until the job's last agent has its Start, for jobs submitted while at least half of all
                       slots were free of demand
   start_ms_freed      from an agent's report that ranks have ended until the last agent of the job that gets these slots has its Start.
-                      Ends are sent in bursts, twice a second; this counts Starts in slots of the newest burst
+                      Ends are sent in bursts, twice a second; only Starts in slots that the newest burst freed count
   start_ms_over_kill  the same if the server was killed in between: it is killed at the end of a job, in the middle of a burst
   start_ms_kept       the same for the other Starts: their slots were kept for a larger job meanwhile, or the Start came more than
                       half a second late
   busy_cpu            the server's CPU seconds per second from the first submission until the server is killed
   restart_secs        from the start of the new server process until every agent had its Welcome and the response to a heartbeat.
-                      Agents reconnect as real agents do (after 0.1 s, doubled up to 5 s, with up to half subtracted at random)
+                      Agents reconnect as real agents do (after 0.1 s, doubled up to 3 s, with up to half subtracted at random)
   adopted             attempts that ran when the server was killed
   not_adopted         attempts that did not continue afterwards under their number; must be 0
-  again               jobs that were claimed when the server was killed, before all their agents had the Start: they start as attempt 2
-                      when the lease of attempt 1 has expired
+  again               jobs of which some agents had no Start yet when the server was killed: they start as attempt 2 when the lease of
+                      attempt 1 has expired
   stops               orders to stop an attempt
   disconnected        connections that closed while the server was running; must be 0
   lost                reports that were never acknowledged, and jobs that did not start exactly once or did not succeed; must be 0
@@ -62,20 +62,22 @@ class Job:
 
     def __init__(self, number, ranks, submitted):
         self.number, self.ranks, self.submitted = number, ranks, submitted
-        # Whether less than half of all slots were free of demand at the submission.
-        self.waited = True
+        # Whether the unfinished jobs demanded more than half of all slots at the submission.
+        self.had_queue = True
         # The newest attempt's (agent, `Attempt`) pairs, and how many of these have ended.
         self.starts, self.attempts, self.ended = 0, [], 0
         self.started = None
 
 
 class Fleet:
+    """All simulated agents and jobs, and what was measured."""
+
     def __init__(self, server, options):
         self.server, self.options = server, options
         # `order`: jobs in the order of their starts; `early`: Starts of jobs whose submission has no response yet.
         self.jobs, self.order, self.early = {}, [], {}
         self.is_killed, self.revoked, self.disconnected, self.stops, self.done = False, 0, 0, [], 0
-        # `demand`: the ranks of all submitted jobs that have not ended; `burst`: the time of the newest burst of ends.
+        # `burst`: the time of the newest burst of ends; `demand`: the ranks of all unfinished jobs.
         self.burst, self.out_of_order, self.demand, self.queued_most = 0.0, 0, 0, 0
         self.killed_at, self.from_end_over_kill = float("inf"), []
         self.from_submission, self.from_end, self.from_end_kept, self.submitting = [], [], [], []
@@ -108,7 +110,7 @@ class Fleet:
         job.starts, job.started = job.starts + 1, now
         job.token = attempt.ref["fencing_token"]
         self.order.append(job)
-        if not job.waited:
+        if not job.had_queue:
             self.from_submission.append(now - job.submitted)
             return
         freed = max(machine.freed[slot] for machine, each in job.attempts for _, slot in each.ranks)
@@ -152,7 +154,7 @@ class Fleet:
             }
             self.demand += ranks
             job = Job(number, ranks, time.monotonic())
-            job.waited = self.demand > half
+            job.had_queue = self.demand > half
             created = await asyncio.get_running_loop().run_in_executor(pool, self.server.ask, "/jobs", spec)
             self.submitting.append(time.monotonic() - job.submitted)
             self.submitted(created["id"], job)
@@ -168,7 +170,7 @@ def summary(secs):
 
 
 def fencing_number(token):
-    """The number in a fencing token."""
+    """Returns the number in a fencing token."""
     return int(str(token).split("-")[0].split(".")[0])
 
 

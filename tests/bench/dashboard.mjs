@@ -19,12 +19,12 @@ import { rm } from "node:fs/promises";
 import { chromium } from "../browser/node_modules/playwright-core/index.mjs";
 import { CHROMIUM, TestServer, signIn, until } from "../browser/test-server.mjs";
 import { simulateAgent, spec } from "../browser/agent.mjs";
+import { ARGUMENTS, option, reportLosses, timeAllJobs, timeFirstChart, timeList, timeListFromMachines } from "./pages.mjs";
 
-const option = (name, fallback) => { const i = process.argv.indexOf(`--${name}`); return i < 0 ? fallback : Number(process.argv[i + 1]); };
 const POINTS = option("points", 1_000_000), MINUTES = option("live-minutes", 10), JOBS = option("jobs", 1000), MANY = option("many", 10_000), LINES = option("lines", 10_000_000), RANKS = 8, N = 15;
 const AS = process.argv.includes("--as") ? process.argv[process.argv.indexOf("--as") + 1] : "nobody";
 if (!["nobody", "admin", "member"].includes(AS)) throw new Error(`--as ${AS}: nobody, admin or member`);
-const args = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-timer-throttling", "--enable-precise-memory-info"];
+const args = [...ARGUMENTS, "--enable-precise-memory-info"];
 const quantile = (values, q) => values.toSorted((a, b) => a - b)[Math.min(values.length - 1, Math.floor(q * values.length))];
 const row = (what, values, unit = "ms") => console.log(`| ${what} | ${quantile(values, 0.5).toFixed(0)} ${unit} | ${Math.min(...values).toFixed(0)} to ${Math.max(...values).toFixed(0)} ${unit} | ${values.length} |`);
 
@@ -56,7 +56,8 @@ async function measureLogs() {
   const { id } = await server.ask("/jobs", spec("many lines", RANKS, 10_000_000));
   await server.crash();
   const began = Date.now(), first = Number(execFileSync("python3", ["-c", FILL, `${server.dir}/lockstep.db`, id, String(LINES)]));
-  // The script has written the log of the killed server into the database, as the server's error about the missing log asks for.
+  // A server that was killed leaves this lock, and starts only if the database's write-ahead log exists. The script has moved the log into the
+  // database.
   await rm(`${server.dir}/lockstep.db.lock`);
   console.error(`${LINES.toLocaleString("en")} lines written in ${((Date.now() - began) / 1000).toFixed(0)} s`);
   await server.start();
@@ -111,15 +112,10 @@ async function measureList() {
     const listed = [], within = [], fetched = [], json = [];
     for (let i = 0; i < N; i++) {
       const page = await context.newPage();
-      await page.goto(`${server.url}/jobs`, { waitUntil: "load" });
-      await until("the list is loaded", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length));
-      listed.push(await until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime)));
+      listed.push(await timeList(page, server));
       fetched.push(await page.evaluate(() => performance.getEntriesByName("jobs listed")[0].startTime));
-      json.push(await page.evaluate(async () => { const start = performance.now(); let cursor = "", n = 0; do { const part = await (await fetch(`/api/v1/jobs?limit=500${cursor && `&cursor=${cursor}`}`)).json(); n += part.jobs.length; cursor = part.next_cursor; } while (cursor); return n && performance.now() - start; }));
-      await page.goto(`${server.url}/machines`, { waitUntil: "load" });
-      await page.click('nav a[href="/jobs"]');
-      await until("the list is loaded again", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length).catch(() => 0));
-      within.push(await until("rows are painted", () => page.evaluate(() => performance.getEntriesByName("first-contentful-paint")[0]?.startTime)));
+      json.push(await timeAllJobs(page));
+      within.push(await timeListFromMachines(page, server));
       await page.close();
     }
     row(`list of ${JOBS} jobs: navigation to first rows painted, in a new tab`, listed);
@@ -214,28 +210,14 @@ try {
 
   const { id } = await server.ask("/jobs", spec("a million points", RANKS, POINTS));
   const filled = Date.now();
-  await agent.evaluate(async ([id, points, ranks]) => {
-    const attempt = await window.simulatedAgent.attempt(id), PART = 500;
-    await window.simulatedAgent.report(attempt, 0, [{ type: "running", total_steps: points, steps_per_epoch: points / 10, start_step: 0 }]);
-    for (let first = 1; first <= points; first += 20 * PART) {
-      await Promise.all(Array.from({ length: ranks }, (_, rank) => {
-        const events = [];
-        for (let from = first; from < first + 20 * PART && from <= points; from += PART) {
-          const steps = Array.from({ length: Math.min(PART, points - from + 1) }, (_, i) => from + i);
-          events.push({ type: "metrics", rank, columns: [{ name: "loss", steps, values: steps.map((s) => window.agentKit.loss(s, rank)) }] });
-        }
-        return window.simulatedAgent.report(attempt, rank, events);
-      }));
-    }
-  }, [id, POINTS, RANKS]);
+  await reportLosses(agent, id, RANKS, POINTS);
   console.error(`filled in ${((Date.now() - filled) / 1000).toFixed(0)} s`);
 
   context = await openContext(browser, server);
   const opened = [], zoomed = [];
   for (let i = 0; i < N; i++) {
     const page = await context.newPage();
-    await page.goto(`${server.url}/jobs/${id}`);
-    opened.push(await until("the first chart is drawn", () => page.evaluate(() => window.lockstep?.charts.loss.firstDrawnAt)));
+    opened.push(await timeFirstChart(page, server, id));
     await until("the page is live", () => page.evaluate(() => document.querySelector("#live").textContent === "live"));
     // From the end of a zoom to the frame that shows finer buckets.
     zoomed.push(await page.evaluate(async ([from, to]) => {

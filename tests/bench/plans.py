@@ -4,13 +4,14 @@
     python3 tests/bench/plans.py target/release/lockstep [--device cpu|cuda] [--ranks 2,4] [--cases TEXT] [--predict 8,64,1024] [--json FILE]
 
 A case is a network, the side of its pictures, pictures per step, micro-batches, a number of classes, and a number of ranks. For each case,
-`lockstep plan` chooses a plan and predicts this plan and those below, and `lockstep bench` measures all of them in turns; the median counts:
+`lockstep plan` chooses a plan, and predicts the time of this plan and of the plans below. `lockstep bench` measures all of them in turns; the
+median counts:
 
     data       data parallel
     head       the last layer split over its classes, one copy of the network
     pairs      the same, with a copy of the network for every two ranks (from 4 ranks on)
     channels   the blocks of the last stage split by out and in, and the last layer by out (CPU ranks)
-    rows       pictures split by rows (from 512 pixels on, and on CPU ranks always)
+    rows       pictures split by rows (on GPUs from 512 pixels on)
     stages     pipeline stages (with several micro-batches)
 
 All plans of a case have the same pictures per step. Ranks are at most the cores or GPUs of this machine. Needs only Python. The exit status is

@@ -6,15 +6,15 @@ Needs root. Each rank has its own network namespace. All are connected by links 
 host. Rate and delay are set by netem if the kernel has it. Otherwise each host has a tap device, and a process of this program per host
 forwards the packets. The figures then include the limits of these processes, which the row without an added delay shows.
 
-The ranks are those of `lockstep doctor`, which connect over TCP as the ranks of a job do. Two all-reduces are measured: 16 MiB, as of gradients
-(the best of five), and 1 KiB, as of votes and statistics (the mean of 200). The minimum times, with n ranks, V bytes and B bytes/s of the link:
+`lockstep doctor` starts the ranks, which connect over TCP as the ranks of a job do. Two all-reduces are measured: 16 MiB, like gradients (the
+best of five), and 1 KiB, like votes and statistics (the mean of 200). The minimum times, with n ranks, V bytes and B bytes/s of the link:
 
     long:   2 (n - 1) (d + V / n / B)      each part of the vector makes 2 (n - 1) hops around the ring
     short:  (n - 1) (d + V / B)            each rank gets the vectors of all others
 
 d is half of the round trip between two of the namespaces, measured without other traffic. B excludes the headers of TCP and IP. A step is a
-long and a short all-reduce; its goal is at most 1.15 times the minimum. The short one has no goal, as it depends on the wake-up times of
-processes if the delay is shorter than these.
+long and a short all-reduce; the goal is at most 1.15 times the minimum. The short all-reduce alone has no goal, because with small delays it
+depends on the times in which processes wake up.
 """
 
 import argparse

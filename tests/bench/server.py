@@ -19,7 +19,7 @@ def free_port():
 
 
 class Server:
-    """A running server. `options` has the program, and the database (`None` for SQLite)."""
+    """A running server. `options` has the `program` and the `database`, which is empty for SQLite."""
 
     def __init__(self, options, *arguments):
         self.directory = pathlib.Path(tempfile.mkdtemp(prefix="lockstep-bench-"))
@@ -51,7 +51,7 @@ class Server:
             return json.load(response)
 
     def jobs(self, state):
-        """All jobs in a state, by id."""
+        """Returns all jobs in a state, by id."""
         jobs, cursor = {}, ""
         while cursor is not None:
             page = self.ask(f"/jobs?limit=500&state={state}" + (f"&cursor={cursor}" if cursor else ""))

@@ -14,7 +14,7 @@ SAMPLE_SECS = 5
 # Time from a Start until the ranks' first report, in which real ranks start and find each other.
 LAUNCH_SECS = (0.5, 1.0)
 # First and longest pause between attempts to connect, as in worker/src/agent/mod.rs.
-RETRY = (0.1, 5.0)
+RETRY = (0.1, 3.0)
 SPLITS = [
     {"name": "train", "samples": 60_000, "per_class": [30_000, 30_000]},
     {"name": "test", "samples": 100, "per_class": [50, 50]},
@@ -25,8 +25,18 @@ PICTURES = {
 }
 
 
+def reply_to(message):
+    """Returns the reply to a request of the server: every dataset has PICTURES, and every file exists."""
+    request = message["request"]
+    if request["type"] == "inspect_dataset":
+        reply = {"type": "dataset", "path": request["path"], "info": PICTURES}
+    else:
+        reply = {"type": "files", "there": [True] * len(request.get("paths", []))}
+    return {"type": "reply", "id": message["id"], "reply": {"Ok": reply}}
+
+
 class Attempt:
-    """The ranks of an attempt on one agent, and the records of each source."""
+    """The ranks of an attempt on one agent, and the records of each source: of each rank, and of the agent itself."""
 
     def __init__(self, start):
         self.ref, self.ranks, self.world = start["attempt"], start["ranks"], start["world_size"]
@@ -137,10 +147,7 @@ class Agent:
         elif kind == "ack":
             self.note_acknowledged(message)
         elif kind == "request":
-            request = message["request"]
-            is_dataset = request["type"] == "inspect_dataset"
-            reply = {"type": "dataset", "path": request["path"], "info": PICTURES} if is_dataset else {"type": "files", "there": [True] * len(request.get("paths", []))}
-            await self.say({"type": "reply", "id": message["id"], "reply": {"Ok": reply}})
+            await self.say(reply_to(message))
         elif kind == "refused":
             sys.exit(message["reason"])
         elif kind == "stop":
@@ -149,7 +156,7 @@ class Agent:
         return kind
 
     def note_acknowledged(self, acknowledged):
-        """Notes the number of stored records. Forgets an attempt that has ended and is stored."""
+        """Notes the number of stored records. Forgets the attempt once it has ended and all its records are stored."""
         job, source = acknowledged["attempt"]["job"], acknowledged["source"]
         attempt = self.attempts.get(job)
         if attempt is None:
@@ -179,7 +186,7 @@ class Agent:
             del self.attempts[ref["job"]]
 
     def launch_later(self, attempt):
-        """Launches each attempt once, whatever the number of connections."""
+        """Launches an attempt, unless it was launched on an earlier connection."""
         if attempt.launching is None:
             attempt.launching = asyncio.create_task(self.launch(attempt))
 

@@ -5,10 +5,10 @@
     python3 tests/bench/store_metrics.py train [--secs 120] [--batch 96]
     both: [--program target/release/lockstep] [--database postgres://USER@HOST/NAME]
 
-`ingest` simulates an agent: every rank reports eight metrics per step, as fast as the server acknowledges them. The connection may not be
-closed, and every point must be acknowledged. `train` trains ResNet-20 on one real rank and counts the rows of its points when it has been
-cancelled; then, once the points have left the events, the bytes of the tables of metrics. Each prints a line of JSON. A Postgres database
-must be empty and not used otherwise.
+`ingest` simulates an agent: every rank reports eight metrics per step, as fast as the server acknowledges them. The server must keep the
+connection open, and acknowledge every point. `train` trains ResNet-20 on one real rank, cancels the job, and counts the rows of the
+job's points; once the points have left the table of events, it measures the bytes of the tables of metrics. Each command prints a line of
+JSON. A Postgres database must be empty and not used otherwise.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import time
 import urllib.request
 
 from server import Server
-from simulated_agent import PICTURES, PROTOCOL
+from simulated_agent import PROTOCOL, reply_to
 
 NAMES = ["loss", "accuracy", "lr", "grad_norm", "images_per_second", "step_ms", "data_ms", "all_reduce_ms"]
 # Maximum number of a rank's reports without acknowledgement. A real agent continues until its spool is full.
@@ -83,9 +83,7 @@ async def report_all(server, options):
             elif message["type"] == "start":
                 starts[message["attempt"]["job"]] = message["attempt"]
             elif message["type"] == "request":
-                request = message["request"]
-                reply = {"type": "dataset", "path": request["path"], "info": PICTURES} if request["type"] == "inspect_dataset" else {"type": "files", "there": [True] * len(request.get("paths", []))}
-                await say({"type": "reply", "id": message["id"], "reply": {"Ok": reply}})
+                await say(reply_to(message))
             elif message["type"] == "ack":
                 acknowledged[message["attempt"]["job"], message["source"]["rank"]] = message["records"]
                 progress.set()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks deploy/, docker-compose.yml and the objects of `lockstep launch --with kubernetes` against Kubernetes' published schemas and the Compose
-specification. Checks that the program has all commands in these files, their comments and the pages, and runs the commands. tests/run
-installs the imported packages (into target/schemas) and runs this script.
+specification. Checks that the program has all commands in these files and their comments, and runs the commands. tests/run installs the
+imported packages (into target/schemas) and runs this script.
 
     PYTHONPATH=target/schemas python3 tests/deploy/check.py target/debug/lockstep
 """
@@ -60,7 +60,7 @@ def check_kubernetes(program):
             mounted = {mount["name"] for mount in container["volumeMounts"]}
             claims = {claim["metadata"]["name"] for claim in document["spec"].get("volumeClaimTemplates", [])}
             assert mounted == {volume["name"] for volume in pod["volumes"]} | claims, f"{name}: {mounted}"
-    # The server's StatefulSet counts twice: with and without its options.
+    # The server's StatefulSet is checked twice: with and without its options.
     assert kinds.count("StatefulSet") == 4, kinds
     assert set(roles) == {"launch-role.yaml"}, f"only a launch needs a role: {roles}"
     check_role()
@@ -122,5 +122,6 @@ if __name__ == "__main__":
     check_launch(sys.argv[1])
     check_compose(sys.argv[1])
     commands.check_all(sys.argv[1])
-    running.check_running(sys.argv[1])
+    running.check_kubernetes(sys.argv[1])
+    running.check_compose(sys.argv[1])
     print("deploy/ and docker-compose.yml are valid, and their commands work")

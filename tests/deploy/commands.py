@@ -1,4 +1,5 @@
-"""Finds the `lockstep` commands in comments and pages, and checks that the program has their subcommands and options."""
+"""Finds the `lockstep` commands in the manifests, the Compose file and their comments, and checks that the program has their subcommands and
+options. Tests in `tests/it/full/examples.rs` check the commands of pages."""
 
 import functools
 import pathlib
@@ -28,8 +29,8 @@ def options(program, *words):
 
 
 def check_command(program, where, arguments, is_certain=True):
-    """Fails if the program does not have this command with these options. Unless `is_certain`, an unknown command is ignored, as the text may be
-    prose. Returns 1 if a command was checked, otherwise 0."""
+    """Fails if the program does not have this command with these options. Returns 1 if a command was checked, otherwise 0. `is_certain`: whether
+    the text is a command; otherwise an unknown command is ignored, because the text may be prose."""
     words = []
     while len(words) < len(arguments) and arguments[len(words)] in subcommands(program, *words):
         words.append(arguments[len(words)])
@@ -50,7 +51,7 @@ def check_command(program, where, arguments, is_certain=True):
 
 
 def split_command(text):
-    """Returns the words of a command up to a redirection, a pipe, the next command or a comment."""
+    """Returns the words of a command, up to a redirection, a pipe, another command or a comment."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars="<>|;&()")
     lexer.whitespace_split = True
     words = []
@@ -75,22 +76,11 @@ def comments(text):
     return "\n".join(match[1] for match in re.finditer(r"(?:^|\s)#(.*)$", text, re.MULTILINE))
 
 
-def code_of(page):
-    """Returns the shell blocks of a page, and the code between single backticks."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    prose = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
-    return "\n".join([*blocks, *(" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose))])
-
-
 def check_all(program):
-    checked = 0
     for path in [ROOT / "docker-compose.yml", ROOT / "Dockerfile", *sorted((ROOT / "deploy").rglob("*.yaml"))]:
         # Commands are in comments and in YAML values, which may be scripts.
         count = check_text(program, path.name, comments(path.read_text())) + check_text(program, path.name, re.sub(r"#.*", "", path.read_text()))
         assert count or path.name == "Dockerfile", f"{path.name}: no command was found"
-        checked += count
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        checked += check_text(program, path.name, code_of(path.read_text()))
     # Wrong commands are found.
     for text in ("kubectl exec pod -- lockstep tokn create", "lockstep ca sho", "lockstep token create --scop agent > file", "x lockstep serve --lisen a"):
         try:
@@ -98,4 +88,3 @@ def check_all(program):
         except AssertionError:
             continue
         raise AssertionError(f"accepted: {text}")
-    return checked

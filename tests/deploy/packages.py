@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Tests the packages of deploy/package in empty environments. The archive and the Debian package are tested in a system with nothing but
-the Debian package's dependencies. The wheel is tested in an empty Python environment, with no other program on the PATH.
+"""Tests the packages of deploy/package in empty environments. The system for the archive and the Debian package contains only the Debian
+package's dependencies. The wheel is tested in an empty Python environment, with no other program on the PATH.
 
 The tests mount file systems in a namespace of their own. A container must permit this, for example with `docker run --privileged`.
 
@@ -43,8 +43,8 @@ def run(command, folder, environment):
 def check_program(command, folder, environment):
     """Runs the program's demo, and checks that the package has the GPU kernels where the program looks for them."""
     assert re.fullmatch(r"lockstep \d+\.\d+\.\d+\n", run([*command, "--version"], folder, environment))
-    # Copies the package's compiled kernels. The program would need NVRTC, which is not there, to compile a damaged or missing kernel.
-    run([*command, "kernels", "kernels"], folder, environment)
+    # Copies the compiled kernels. This fails if the package lacks one of them, because without NVRTC the program cannot compile it.
+    run([*command, "kernels", "copied-kernels"], folder, environment)
     # The last line has the accuracy.
     demo = run([*command, "demo", "--exit-when-done"], folder, environment)
     assert re.search(r"validation accuracy [89]", demo.splitlines()[-1]), demo
@@ -56,7 +56,7 @@ def create_system(folder, packages):
         (folder / name).mkdir(parents=True)
     for name in ("lib", "lib64"):
         (folder / name).symlink_to(f"usr/{name}")
-    # A container's Debian may lack documentation.
+    # Skips folders, and files that `dpkg` lists but the system does not have: container images leave out documentation.
     files = [file for file in run(["dpkg", "--listfiles", *packages], folder, SYSTEM_PATH).splitlines() if os.path.isfile(file)]
     run(["cp", "--archive", "--parents", *files, folder], folder, SYSTEM_PATH)
     (folder / "var/lib/dpkg/status").write_text(run(["dpkg", "--status", *packages], folder, SYSTEM_PATH))

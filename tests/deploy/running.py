@@ -1,6 +1,7 @@
-"""Runs the containers' arguments and the commands in the comments of the manifests and the Compose file, without Kubernetes and Docker.
+"""Starts `lockstep` with the arguments of the containers in the manifests and the Compose file, and runs the shell commands in their comments,
+without Kubernetes and Docker.
 
-The containers' paths are replaced by folders in a temporary folder, and port 7070 by a free port. Commands of comments run in a real shell, in
+Folders in a temporary folder replace the containers' paths, and a free port replaces port 7070. The shell commands run in a real shell, in
 which this file replaces `kubectl` and `docker`: `exec` runs the command on this machine, `create configmap` and `create secret` create the
 folder that a pod would mount. Not tested: images, users, owners of volumes, mounts, and names that Kubernetes chooses.
 """
@@ -25,10 +26,12 @@ from commands import ROOT
 
 # Enough for the start of a server or an agent on a busy machine.
 TIMEOUT_SECS = 60
+ONE_PIXEL_GIF = bytes.fromhex("474946383961010001008000000000 00ffffff2c00000000010001000002024401003b")
 
 
 class Containers:
-    """Programs that run with the arguments of containers, with a folder for each of the containers' paths /data, /agent and so on."""
+    """Runs `lockstep` once for each container. The folder CONTAINER/data of a temporary folder stands for the container's path /data, and so on
+    for /agent, /ca, /tokens and /datasets."""
 
     def __init__(self, program, folder):
         self.program, self.folder = program, pathlib.Path(folder)
@@ -38,7 +41,7 @@ class Containers:
         self.processes = []
 
     def localize(self, text, container):
-        """Replaces a container's paths and port by those of this machine."""
+        """Replaces a container's paths and port with those of this machine."""
         text = re.sub(r"(?<![\w./-])/(data|agent|ca|tokens|datasets)\b", rf"{self.folder}/{container}/\1", text)
         return text.replace(":7070", f":{self.port}")
 
@@ -52,7 +55,7 @@ class Containers:
         return self.processes[-1]
 
     def shell(self, script):
-        """Runs the commands of a comment unchanged."""
+        """Runs the shell commands of a comment as they are written. Returns the standard output."""
         stubs = self.folder / "stubs"
         stubs.mkdir(exist_ok=True)
         for name in ("kubectl", "docker"):
@@ -117,7 +120,7 @@ def containers(program):
 
 
 def script(path, begins):
-    """Returns the commands in a file's comments: indented lines that begin with the pattern `begins`, or belong to a shell's loop."""
+    """Returns the shell commands in a file's comments: indented lines that begin with the pattern `begins`, and the lines of loops."""
     lines = re.findall(r"^#   +(.*)$", path.read_text(), re.MULTILINE)
     return "\n".join(line for line in lines if re.match(rf"({begins}|for|done)\b", line))
 
@@ -127,7 +130,8 @@ def expand(value):
     return re.sub(r"\$\{\w+:?-([^}]*)\}", r"\1", value).replace("$$", "$")
 
 
-def stateful_set(name):
+def stateful_set_pod(name):
+    """Returns the pod's specification in a manifest's StatefulSet."""
     documents = yaml.safe_load_all((ROOT / "deploy/kubernetes" / name).read_text())
     return next(document["spec"]["template"]["spec"] for document in documents if document["kind"] == "StatefulSet")
 
@@ -135,7 +139,7 @@ def stateful_set(name):
 def check_kubernetes(program):
     folder = ROOT / "deploy/kubernetes"
     with containers(program) as running:
-        container = stateful_set("server.yaml")["containers"][0]
+        container = stateful_set_pod("server.yaml")["containers"][0]
         server = running.start("lockstep-0", container["args"], {each["name"]: each["value"] for each in container["env"]})
         probe = container["readinessProbe"]["httpGet"]
         running.until("server", server, lambda: running.get("lockstep-0", probe["path"])[0] == 200)
@@ -145,13 +149,13 @@ def check_kubernetes(program):
         commands = script(folder / "server.yaml", "kubectl")
         (running.folder / "work").mkdir()
         (running.folder / "work/server.env").write_text("LOCKSTEP_DATABASE=postgres://lockstep@postgres/lockstep\n")
-        # A dataset is inspected by an agent, which has not joined yet.
+        # `dataset add` needs an agent, and no agent has joined yet, so this line runs last.
         dataset = next(line for line in commands.splitlines() if "dataset add" in line)
         link = running.shell(commands.replace(dataset, ""))
         assert f"https://lockstep:{running.port}/login?code=" in link, link
         for file in ("agents.yaml", "agents-gpu.yaml"):
             running.shell(script(folder / file, "kubectl"))
-            pod = stateful_set(file)
+            pod = stateful_set_pod(file)
             volumes = {each["name"]: each for each in pod["volumes"]}
             name = f"{pod['serviceAccountName']}-0"
             objects = {
@@ -174,7 +178,7 @@ def write_pictures(folder):
         for each in ("rose", "tulip"):
             (folder / split / each).mkdir(parents=True)
             for number in range(2):
-                (folder / split / each / f"{number}.ppm").write_bytes(b"P6 1 1 255 abc")
+                (folder / split / each / f"{number}.gif").write_bytes(ONE_PIXEL_GIF)
 
 
 def check_compose(program):
@@ -202,7 +206,7 @@ def check_compose(program):
         environment = {name: expand(value) for name, value in services["cpu-agent"]["environment"].items()}
         agent = running.start("cpu-agent", services["cpu-agent"]["command"], environment)
         running.until("cpu-agent", agent, lambda: running.is_online("server", "cpu-agent"))
-        # Starts the agent of another machine by the commands of the comment, which names it node-2.
+        # Prepares the folder of another machine's agent with the comment's commands, which name the agent node-2, and starts it.
         commands = script(ROOT / "docker-compose.yml", "docker compose --profile cluster exec|mkdir")
         assert f"https://127.0.0.1:{running.port}/login?code=" in running.shell(commands)
         (running.folder / "agent").mkdir()
@@ -212,14 +216,9 @@ def check_compose(program):
         running.until("agent", agent, lambda: running.is_online("server", "node-2"))
 
 
-def check_running(program):
-    check_kubernetes(program)
-    check_compose(program)
-
-
 def stub(tool, arguments):
-    """Replaces the kubectl and docker of comments."""
-    # Only `localize` is needed, so nothing is started and the port is that of the running server.
+    """Does what `kubectl` or `docker` would do for a command of a comment."""
+    # Only `localize` is used, so `__init__`, which chooses a new port, is not called.
     running = Containers.__new__(Containers)
     running.folder, running.port = pathlib.Path.cwd().parent, int(os.environ["DEPLOY_PORT"])
     if tool == "docker":

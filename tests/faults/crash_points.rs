@@ -30,7 +30,7 @@ fn with_slow_steps(mut environment: Vec<(String, String)>) -> Vec<(String, Strin
 }
 
 #[tokio::test]
-async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
+async fn a_rank_killed_at_any_point_of_a_checkpoint_restarts_cleanly() {
     let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
     let model = undisturbed_weights(STEPS).await;
@@ -41,8 +41,7 @@ async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
         let server = start(None, environment).await;
         let id = server.submit(&spec("disturbed", STEPS)).await;
         let row = FaultRow::begin(&format!("kill -9 at {}", points.join(", ")));
-        assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
-        let attempts = number(&server.job(&id).await["attempt"]);
+        let attempts = assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
         assert_eq!(attempts, 1 + points.len() as u64, "one crash at each of {points:?}");
         for point in points {
             assert!(marks.path().join(point).exists(), "{point} was reached");
@@ -60,7 +59,7 @@ async fn a_rank_may_die_at_every_step_of_writing_a_checkpoint() {
 }
 
 #[tokio::test]
-async fn the_disk_may_be_full_at_every_step_of_writing_a_checkpoint() {
+async fn training_continues_if_the_disk_is_full_at_any_point_of_a_checkpoint() {
     let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
     let frequent =
@@ -73,8 +72,8 @@ async fn the_disk_may_be_full_at_every_step_of_writing_a_checkpoint() {
     let id = server.submit(&frequent).await;
     let row =
         FaultRow::begin(&format!("disk full at each of {} points of writing a checkpoint", points.len()));
-    assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
-    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "training continued");
+    let attempts = assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
+    assert_eq!(attempts, 1, "training continued");
     let logged = server.cli(&["logs", &id, "--rank", "0"]);
     for point in points {
         assert!(marks.path().join(point).exists(), "{point} was reached");
@@ -109,12 +108,12 @@ async fn a_checkpoint_being_written_survives_the_death_of_another_rank() {
     // Ends the fault `hold`.
     std::fs::write(&mark, "go on").expect("the mark");
     row.wait_until_recovered(&server, &id, 1).await;
-    assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
+    let attempts = assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
     let events = stored(&server, &id).await;
     let plan = events.iter().rfind(|e| e["type"] == "plan").expect("the second attempt's plan");
     // Training may have reached the next checkpoint meanwhile.
     assert!(number(&plan["start_step"]) >= 2 * CHECKPOINT_STEPS, "{plan}");
-    assert_eq!(number(&server.job(&id).await["attempt"]), 2);
+    assert_eq!(attempts, 2);
     row.passed("the checkpoint is completed and reported, and training continues from it");
     server.stop().await;
 }
@@ -134,7 +133,7 @@ async fn the_last_checkpoint_waits_for_disk_space() {
     server.stop().await;
 }
 
-async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str) {
+async fn assert_kills_of_the_server_lose_nothing(database: fn() -> Option<String>, kind: &str) {
     let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
 
@@ -154,8 +153,8 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
         row.recovered_now();
         rows.push(row);
     }
-    assert_undisturbed_result(&server, &id, steps, &model, &[]).await;
-    assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+    let attempts = assert_undisturbed_result(&server, &id, steps, &model, &[]).await;
+    assert_eq!(attempts, 1);
     rows.into_iter().for_each(|row| row.passed("same attempt"));
     server.stop().await;
 
@@ -196,18 +195,18 @@ async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str
 }
 
 #[tokio::test]
-async fn the_server_may_die_at_every_point_of_writing_to_sqlite() {
-    server_dies_at_every_point(|| None, "SQLite").await;
+async fn a_server_killed_at_any_point_of_writing_to_sqlite_loses_nothing() {
+    assert_kills_of_the_server_lose_nothing(|| None, "SQLite").await;
 }
 
 #[tokio::test]
 #[ignore = "slow: the same test as for SQLite, with Postgres"]
-async fn slow_the_server_may_die_at_every_point_of_writing_to_postgres() {
-    server_dies_at_every_point(|| Some(postgres::database()), "Postgres").await;
+async fn slow_a_server_killed_at_any_point_of_writing_to_postgres_loses_nothing() {
+    assert_kills_of_the_server_lose_nothing(|| Some(postgres::database()), "Postgres").await;
 }
 
 #[tokio::test]
-async fn the_database_s_disk_may_be_full_for_a_while() {
+async fn reports_wait_while_the_database_s_disk_is_full() {
     let _permit = training_permit().await;
     let marks = tempfile::tempdir().expect("a folder");
     let model = undisturbed_weights(STEPS).await;
@@ -220,8 +219,8 @@ async fn the_database_s_disk_may_be_full_for_a_while() {
     let server = start(None, environment).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
     let row = FaultRow::begin(&format!("the database's disk is full at each of {points:?}"));
-    assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
-    assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+    let attempts = assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
+    assert_eq!(attempts, 1);
     for (point, nth) in passes {
         assert!(mark(point, nth).exists(), "{point} was passed {nth} times");
     }
@@ -239,12 +238,12 @@ async fn a_claim_committed_but_reported_as_failed_starts_its_job_once() {
     let server = start(None, environment).await;
     let id = server.submit(&spec("disturbed", CHECKPOINT_STEPS)).await;
     let row = FaultRow::begin(&format!("a claim fails at each of {points:?}"));
-    assert_undisturbed_result(&server, &id, CHECKPOINT_STEPS, &model, &[]).await;
+    let attempts = assert_undisturbed_result(&server, &id, CHECKPOINT_STEPS, &model, &[]).await;
     for point in points {
         assert!(marks.path().join(point).exists(), "{point} was reached");
     }
     // The attempt of the committed claim runs: no lease had to expire first.
-    assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+    assert_eq!(attempts, 1);
     row.passed("the first attempt, no restart");
     server.stop().await;
 }

@@ -2,34 +2,28 @@
 
 use crate::{
     judge::{
-        CHECKPOINT_STEPS, FaultRow, SLOW_STEPS, STEPS, assert_undisturbed_result, spec, start,
+        FaultRow, SLOW_STEPS, STEPS, assert_undisturbed_result, log_bytes, spec, start, submit_and_train,
         undisturbed_weights, variables, wait_for_step,
     },
     postgres::Cluster,
-    server::{Server, number, training_permit},
+    server::{Server, training_permit},
 };
 use sqlx::{ConnectOptions, sqlite::SqliteConnectOptions};
-use std::{
-    fs,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 #[tokio::test]
 #[ignore = "slow: 15 s without a database"]
-async fn slow_postgres_may_be_away_for_15_s() {
+async fn slow_ranks_train_on_while_postgres_is_away_for_15_s() {
     let _permit = training_permit().await;
     let (secs, steps) = (15, 6 * STEPS);
     let mut cluster = Cluster::new(true);
     let url = cluster.database("away");
     let server = start(Some(url), variables([SLOW_STEPS])).await;
     let model = undisturbed_weights(steps).await;
-    let id = server.submit(&spec("disturbed", steps)).await;
-    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
-    let log = server.attempt_dir(&id, 1).join("rank.1.log");
-    let length = || fs::metadata(&log).map_or(0, |m| m.len());
+    let id = submit_and_train(&server, steps).await;
     let mut row = FaultRow::begin(&format!("Postgres away for {secs} s"));
     cluster.stop();
-    let before = length();
+    let before = log_bytes(&server, &id);
     let began = Instant::now();
     let meanwhile = spec("meanwhile", 5);
     let (response, refused) =
@@ -38,39 +32,36 @@ async fn slow_postgres_may_be_away_for_15_s() {
     assert!(detail.contains("database"), "{detail}");
     refused.problem(503);
     tokio::time::sleep(Duration::from_secs(secs).saturating_sub(began.elapsed())).await;
-    assert!(length() > before, "the ranks continued to train");
+    assert!(log_bytes(&server, &id) > before, "the ranks continued to train");
     cluster.start();
     row.recovered_now();
-    assert_undisturbed_result(&server, &id, steps, &model, &[]).await;
-    assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+    let attempts = assert_undisturbed_result(&server, &id, steps, &model, &[]).await;
+    assert_eq!(attempts, 1);
     row.passed("503 with a reason, ranks trained on, same attempt");
     server.stop().await;
 }
 
 /// Another process holds the database's write lock, as a person with `sqlite3` or a backup program may.
 #[tokio::test]
-async fn sqlite_may_be_busy_for_longer_than_a_request_waits() {
+async fn ranks_train_on_while_another_process_locks_sqlite() {
     let _permit = training_permit().await;
     let server = start(None, variables([SLOW_STEPS])).await;
     let model = undisturbed_weights(STEPS).await;
-    let id = server.submit(&spec("disturbed", STEPS)).await;
-    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
-    let log = server.attempt_dir(&id, 1).join("rank.1.log");
-    let length = || fs::metadata(&log).map_or(0, |m| m.len());
+    let id = submit_and_train(&server, STEPS).await;
     let file = server.data_dir().join("lockstep.db");
     let mut other = SqliteConnectOptions::new().filename(file).connect().await.expect("the database");
     let mut row = FaultRow::begin("SQLite busy for longer than a request waits");
     sqlx::query("BEGIN IMMEDIATE").execute(&mut other).await.expect("the write lock");
-    let before = length();
+    let before = log_bytes(&server, &id);
     let refused = server.post("/jobs", &spec("meanwhile", 5)).await;
     let detail = refused.problem(503)["detail"].to_string();
     assert!(detail.contains("database"), "{detail}");
     assert_eq!(server.job(&id).await["state"], "running", "stored events can be read");
-    assert!(length() > before, "the ranks continued to train");
+    assert!(log_bytes(&server, &id) > before, "the ranks continued to train");
     sqlx::query("ROLLBACK").execute(&mut other).await.expect("the write lock is released");
     row.recovered_now();
-    assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
-    assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+    let attempts = assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
+    assert_eq!(attempts, 1);
     assert_eq!(
         server.get("/jobs").await["jobs"].as_array().map(Vec::len),
         Some(1),
@@ -102,8 +93,8 @@ async fn kill_50_times(name: &str, mut server: Server, mut kill: impl AsyncFnMut
             longest_outage = longest_outage.max(began.elapsed());
             killed += 1;
         }
-        assert_undisturbed_result(&server, &id, steps, &model, &[]).await;
-        assert_eq!(number(&server.job(&id).await["attempt"]), 1, "no attempt was lost");
+        let attempts = assert_undisturbed_result(&server, &id, steps, &model, &[]).await;
+        assert_eq!(attempts, 1, "no attempt was lost");
     }
     row.recovered_now();
     row.passed(&format!("{killed} kills in {jobs} jobs, back within {:.1} s", longest_outage.as_secs_f64()));

@@ -2,12 +2,13 @@
 
 use crate::{
     pictures,
-    server::{Agents, Server, number},
+    server::{Agents, Server, number, signal},
     socket::stored,
     specs,
 };
 use lockstep_protocol::agent::AttemptEvent;
 use lockstep_worker::report::{Tail, events_path};
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,7 +23,7 @@ use tokio::sync::Mutex;
 pub(crate) const STEPS: u64 = 160;
 /// Steps from one checkpoint to the next.
 pub(crate) const CHECKPOINT_STEPS: u64 = 20;
-/// A lease of 10 s: ranks end 6 s after the last message from the server.
+/// A lease of 10 s: ranks end 8 s after the last message from the server.
 pub(crate) const SHORT_LEASE: (&str, &str) = ("LOCKSTEP_LEASE", "10");
 /// Ranks whose steps take at least 20 ms, so that a job of [`STEPS`] takes 3.2 s on the fastest machine.
 pub(crate) const SLOW_STEPS: (&str, &str) = ("LOCKSTEP_FAULT", "step:slow");
@@ -178,16 +179,16 @@ fn stored_records(events: &[Value]) -> BTreeMap<(u64, u32), Record> {
     records
 }
 
-/// Asserts that the job has succeeded, its events are numbered without a gap, every record of every rank is
+/// Asserts that the job has succeeded, that its events are numbered without a gap, every record of every rank is
 /// stored exactly once (of attempts in `fenced`, whose leases had expired, records may be missing), every step was trained, and
-/// the weights are bit for bit those of the undisturbed run.
+/// the weights are bit for bit those of the undisturbed run. Returns the number of attempts.
 pub(crate) async fn assert_undisturbed_result(
     server: &Server,
     id: &str,
     steps: u64,
     model: &[u8],
     fenced: &[u64],
-) {
+) -> u64 {
     let job = server.wait_for_success(id).await;
     let events = stored(server, id).await;
     let attempts = number(&job["attempt"]);
@@ -243,6 +244,7 @@ pub(crate) async fn assert_undisturbed_result(
             .unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
     }
     assert!(server.ranks(id).is_empty(), "no rank is left");
+    attempts
 }
 
 /// A row of the fault matrix: a fault and the result of its test.
@@ -308,6 +310,25 @@ impl FaultRow {
             written.expect("LOCKSTEP_FAULTS_REPORT is a file that can be written");
         }
     }
+}
+
+/// Submits [`spec`], and waits for a step between the first and the second checkpoint. Returns the job's id.
+pub(crate) async fn submit_and_train(server: &Server, steps: u64) -> String {
+    let id = server.submit(&spec("disturbed", steps)).await;
+    wait_for_step(server, &id, CHECKPOINT_STEPS + 10).await;
+    id
+}
+
+/// The size of the last rank's log, which grows while the first attempt trains.
+pub(crate) fn log_bytes(server: &Server, id: &str) -> u64 {
+    fs::metadata(server.attempt_dir(id, 1).join("rank.1.log")).map_or(0, |m| m.len())
+}
+
+/// Ends a process by SIGSEGV. The first signal only removes Rust's handler, which expects a real fault to occur again.
+pub(crate) async fn crash(pid: i32) {
+    signal(pid, Signal::SEGV);
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    signal(pid, Signal::SEGV);
 }
 
 /// Waits until the job has reached `step` and rank 0 has written to its log.

@@ -10,7 +10,7 @@
 use crate::{
     judge::{
         CHECKPOINT_STEPS, FaultRow, SLOW_STEPS, STEPS, assert_undisturbed_result, register_pictures, spec,
-        start, undisturbed_weights, variables, wait_for_step,
+        start, submit_and_train, undisturbed_weights, variables, wait_for_step,
     },
     server::{Agents, Process, Server, faketime, number, training_permit},
     socket::stored,
@@ -96,7 +96,7 @@ impl Drop for Group {
 
 #[tokio::test]
 #[ignore = "needs root and cgroup v1"]
-async fn root_the_kernel_s_oom_killer_ends_a_rank() {
+async fn root_a_rank_killed_for_memory_fails_its_job() {
     let _permit = training_permit().await;
     let server = start(None, Vec::new()).await;
     let group = Group::new("memory");
@@ -165,7 +165,7 @@ async fn root_a_rank_frozen_by_the_kernel_is_named() {
 }
 
 #[tokio::test]
-async fn the_clock_may_be_set_forward_and_back() {
+async fn an_attempt_survives_a_clock_set_forward_and_back() {
     let _permit = training_permit().await;
     let steps = 2 * STEPS;
     let expected_weights = undisturbed_weights(steps).await;
@@ -195,8 +195,8 @@ async fn the_clock_may_be_set_forward_and_back() {
     set("-3600");
     until_events_leap(&server, &id, -6000).await;
     row.recovered_now();
-    assert_undisturbed_result(&server, &id, steps, &expected_weights, &[]).await;
-    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "no lease ended");
+    let attempts = assert_undisturbed_result(&server, &id, steps, &expected_weights, &[]).await;
+    assert_eq!(attempts, 1, "no lease ended");
     row.passed("same attempt, nothing lost");
     server.stop().await;
 }
@@ -258,7 +258,7 @@ impl Drop for Disk {
 
 #[tokio::test]
 #[ignore = "needs root"]
-async fn root_the_disk_may_be_full_for_a_while() {
+async fn root_training_continues_after_a_full_disk() {
     let _permit = training_permit().await;
     // The job lasts longer than the disk is full.
     let steps = 6 * STEPS;
@@ -267,8 +267,7 @@ async fn root_the_disk_may_be_full_for_a_while() {
     let prepare = |data: &Path| disk = Some(Disk::mount(data, 64));
     let server = register_pictures(Server::start_wrapped(LOCAL, None, Vec::new(), &[], prepare).await).await;
     let disk = disk.expect("a disk");
-    let id = server.submit(&spec("disturbed", steps)).await;
-    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
+    let id = submit_and_train(&server, steps).await;
     let mut row = FaultRow::begin("the disk of database, logs and checkpoints is full for 5 s");
     let filler = disk.fill();
     // The server still responds.
@@ -279,8 +278,8 @@ async fn root_the_disk_may_be_full_for_a_while() {
     assert_eq!(server.ranks(&id).len(), 2, "the ranks are alive");
     fs::remove_file(filler).expect("free space");
     row.recovered_now();
-    assert_undisturbed_result(&server, &id, steps, &expected_weights, &[]).await;
-    assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+    let attempts = assert_undisturbed_result(&server, &id, steps, &expected_weights, &[]).await;
+    assert_eq!(attempts, 1);
     row.passed("503 with a reason, same attempt, nothing lost");
     server.stop().await;
     drop(disk);

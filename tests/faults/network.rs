@@ -2,10 +2,10 @@
 
 use crate::{
     judge::{
-        CHECKPOINT_STEPS, FaultRow, SHORT_LEASE, SLOW_STEPS, STEPS, assert_undisturbed_result,
-        register_pictures, spec, undisturbed_weights, variables, wait_for_step,
+        FaultRow, SHORT_LEASE, SLOW_STEPS, STEPS, assert_undisturbed_result, register_pictures,
+        submit_and_train, undisturbed_weights, variables,
     },
-    server::{Agents, Server, free_port, number, training_permit},
+    server::{Agents, Server, free_port, training_permit},
 };
 use std::time::{Duration, Instant};
 use tokio::{
@@ -76,7 +76,7 @@ impl Tunnel {
 
 #[tokio::test]
 #[ignore = "slow: leases run out"]
-async fn slow_the_network_between_agent_and_server_may_be_cut() {
+async fn slow_a_short_cut_keeps_the_attempt_and_a_long_cut_fences_it() {
     let _permit = training_permit().await;
     let steps = 4 * STEPS;
     let model = undisturbed_weights(steps).await;
@@ -88,20 +88,18 @@ async fn slow_the_network_between_agent_and_server_may_be_cut() {
     let server = register_pictures(server).await;
 
     // No bytes pass, for less than the lease.
-    let id = server.submit(&spec("disturbed", steps)).await;
-    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
+    let id = submit_and_train(&server, steps).await;
     let mut row = FaultRow::begin("the network between agent and server is cut for 3 s");
     tunnel.is_flowing.send_replace(false);
     tokio::time::sleep(Duration::from_secs(3)).await;
     tunnel.is_flowing.send_replace(true);
     row.recovered_now();
-    assert_undisturbed_result(&server, &id, steps, &model, &[]).await;
-    assert_eq!(number(&server.job(&id).await["attempt"]), 1);
+    let attempts = assert_undisturbed_result(&server, &id, steps, &model, &[]).await;
+    assert_eq!(attempts, 1);
     row.passed("same attempt, nothing lost");
 
     // The tunnel is closed: the agent's connections are refused while the server runs.
-    let id = server.submit(&spec("disturbed", steps)).await;
-    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
+    let id = submit_and_train(&server, steps).await;
     let mut row = FaultRow::begin("the SSH tunnel between agent and server is closed for 16 s");
     tunnel.close().await;
     let began = Instant::now();
@@ -116,15 +114,15 @@ async fn slow_the_network_between_agent_and_server_may_be_cut() {
     tokio::time::sleep(Duration::from_secs(16).saturating_sub(began.elapsed())).await;
     tunnel.listen().await;
     row.wait_until_recovered(&server, &id, 1).await;
-    assert_undisturbed_result(&server, &id, steps, &model, &[1]).await;
-    assert_eq!(number(&server.job(&id).await["attempt"]), 2);
+    let attempts = assert_undisturbed_result(&server, &id, steps, &model, &[1]).await;
+    assert_eq!(attempts, 2);
     row.passed(&format!("ranks ended themselves after {:.1} s, within the lease", ranks_gone.as_secs_f64()));
     server.stop().await;
 }
 
 #[tokio::test]
 #[ignore = "slow: a spool fills up"]
-async fn slow_the_spool_may_be_full() {
+async fn slow_ranks_write_a_checkpoint_and_end_when_the_spool_is_full() {
     let _permit = training_permit().await;
     let steps = 8 * STEPS;
     let model = undisturbed_weights(steps).await;
@@ -133,8 +131,7 @@ async fn slow_the_spool_may_be_full() {
     server.start_agent_with(&url, 2, &["--spool-mib", "0.05"]);
     server.until("the agent is online", async |s: &Server| s.slots().await > 0).await;
     let mut server = register_pictures(server).await;
-    let id = server.submit(&spec("disturbed", steps)).await;
-    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
+    let id = submit_and_train(&server, steps).await;
     let mut row = FaultRow::begin("the server is down until the agent's spool (--spool-mib 0.05) is full");
     server.kill_serve();
     let have_ended = async |s: &Server| s.ranks(&id).is_empty();

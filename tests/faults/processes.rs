@@ -2,8 +2,9 @@
 
 use crate::{
     judge::{
-        CHECKPOINT_STEPS, FaultRow, SHORT_LEASE, SLOW_STEPS, STEPS, assert_undisturbed_result,
-        register_pictures, spec, start, undisturbed_weights, variables, wait_for_step,
+        CHECKPOINT_STEPS, FaultRow, SHORT_LEASE, SLOW_STEPS, STEPS, assert_undisturbed_result, crash,
+        log_bytes, register_pictures, spec, start, submit_and_train, undisturbed_weights, variables,
+        wait_for_step,
     },
     server::{Agents, Server, number, signal, training_permit},
     socket::stored,
@@ -28,7 +29,7 @@ fn start_step(events: &[Value], attempt: u64) -> u64 {
 }
 
 #[tokio::test]
-async fn ranks_may_be_killed_or_crash() {
+async fn killed_and_crashed_ranks_restart_with_the_same_weights() {
     let _permit = training_permit().await;
     let server = server().await;
     let model = undisturbed_weights(STEPS).await;
@@ -46,10 +47,9 @@ async fn ranks_may_be_killed_or_crash() {
             let ranks = server.ranks(&id);
             let mut row = FaultRow::begin(fault);
             for (_, process) in ranks.iter().filter(|(rank, _)| hit_ranks.contains(rank)) {
-                signal(process.pid, fault_signal);
                 if fault_signal == Signal::SEGV {
-                    // The first signal only removes Rust's handler, which expects a real fault to occur again.
-                    tokio::time::sleep(Duration::from_millis(20)).await;
+                    crash(process.pid).await;
+                } else {
                     signal(process.pid, fault_signal);
                 }
             }
@@ -104,20 +104,19 @@ async fn a_rank_that_hangs_is_restarted() {
 }
 
 #[tokio::test]
-async fn an_agent_that_is_killed_comes_back_before_the_lease_ends() {
+async fn an_agent_restarted_within_its_lease_keeps_the_attempt() {
     let _permit = training_permit().await;
     let server = server().await;
     let model = undisturbed_weights(STEPS).await;
-    let id = server.submit(&spec("disturbed", STEPS)).await;
-    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
+    let id = submit_and_train(&server, STEPS).await;
     let agent = server.processes().into_iter().find(|p| p.command() == "agent").expect("the agent");
     let mut row = FaultRow::begin("kill -9 of the agent, which returns within the lease");
     signal(agent.pid, Signal::KILL);
     let back = async |s: &Server| s.processes().iter().any(|p| p.command() == "agent" && p.pid != agent.pid);
     server.until("the agent is started again", back).await;
     row.recovered_now();
-    assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
-    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "the new agent took over the ranks");
+    let attempts = assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
+    assert_eq!(attempts, 1, "the new agent took over the ranks");
     row.passed("same attempt");
     // The machine accepts the next job.
     server.train(&spec("afterwards", 5)).await;
@@ -165,7 +164,7 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
 }
 
 #[tokio::test]
-async fn the_newest_checkpoint_may_be_damaged() {
+async fn a_damaged_newest_checkpoint_is_replaced_by_the_previous_one() {
     let _permit = training_permit().await;
     let server = server().await;
     let model = undisturbed_weights(STEPS).await;
@@ -211,12 +210,11 @@ async fn the_newest_checkpoint_may_be_damaged() {
 }
 
 #[tokio::test]
-async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
+async fn a_removed_or_changed_dataset_fails_the_job_with_a_reason() {
     let _permit = training_permit().await;
     let server = server().await;
     let model = undisturbed_weights(STEPS).await;
-    let id = server.submit(&spec("disturbed", STEPS)).await;
-    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
+    let id = submit_and_train(&server, STEPS).await;
     server.cli(&["pause", &id]).ok();
     let path = server.get("/datasets/fashion").await["path"].as_str().expect("a path").to_owned();
     let aside = format!("{path}.aside");
@@ -256,7 +254,7 @@ async fn a_dataset_that_vanished_or_changed_ends_the_job_with_a_reason() {
 
 #[tokio::test]
 #[ignore = "slow: leases run out"]
-async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
+async fn slow_an_agent_that_returns_after_its_lease_is_fenced() {
     let _permit = training_permit().await;
     let steps = 4 * STEPS;
     let environment = variables([SHORT_LEASE, SLOW_STEPS]);
@@ -265,8 +263,7 @@ async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
     let model = undisturbed_weights(steps).await;
 
     // Killed: the ranks end by themselves before the server starts another attempt.
-    let id = server.submit(&spec("disturbed", steps)).await;
-    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
+    let id = submit_and_train(&server, steps).await;
     let ranks = server.ranks(&id);
     assert_eq!(ranks.len(), 2);
     let mut row = FaultRow::begin("kill -9 of an agent that comes back after the lease");
@@ -285,8 +282,7 @@ async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
         ("the agent is cut off (SIGSTOP) for 3 s", 3, true),
         ("the agent is cut off (SIGSTOP) for 16 s, then returns", 16, false),
     ] {
-        let id = server.submit(&spec("disturbed", steps)).await;
-        wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
+        let id = submit_and_train(&server, steps).await;
         let agent = server.agent_pid().expect("the agent");
         let mut row = FaultRow::begin(fault);
         signal(agent, Signal::STOP);
@@ -297,8 +293,9 @@ async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
         } else {
             row.wait_until_recovered(&server, &id, 1).await;
         }
-        assert_undisturbed_result(&server, &id, steps, &model, if same_attempt { &[] } else { &[1] }).await;
-        assert_eq!(number(&server.job(&id).await["attempt"]) == 1, same_attempt);
+        let fenced: &[u64] = if same_attempt { &[] } else { &[1] };
+        let attempts = assert_undisturbed_result(&server, &id, steps, &model, fenced).await;
+        assert_eq!(attempts == 1, same_attempt);
         row.passed(if same_attempt { "same attempt" } else { "no stale write, no doubled attempt" });
     }
     server.stop().await;
@@ -306,30 +303,28 @@ async fn slow_an_agent_that_does_not_return_in_time_is_fenced() {
 
 #[tokio::test]
 #[ignore = "slow: the server is down for 20 s"]
-async fn slow_the_server_may_be_down_for_20_s() {
+async fn slow_ranks_train_on_while_the_server_is_down_for_20_s() {
     let _permit = training_permit().await;
     let outage = Duration::from_secs(20);
     let steps = 8 * STEPS;
     let model = undisturbed_weights(steps).await;
     let mut server = server().await;
-    let id = server.submit(&spec("disturbed", steps)).await;
-    wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
+    let id = submit_and_train(&server, steps).await;
     let mut row = FaultRow::begin(&format!("kill -9 of the server, down for {} s", outage.as_secs()));
     server.kill_serve();
     let began = Instant::now();
-    let log = server.attempt_dir(&id, 1).join("rank.1.log");
-    let length = || fs::metadata(&log).map_or(0, |m| m.len());
-    let mut trained_on = 0;
-    let mut last = length();
+    // Seconds in which the log has grown.
+    let mut trained_secs = 0;
+    let mut last = log_bytes(&server, &id);
     while began.elapsed() < outage {
         tokio::time::sleep(Duration::from_secs(1)).await;
-        trained_on += u64::from(length() > last);
-        last = length();
+        trained_secs += u64::from(log_bytes(&server, &id) > last);
+        last = log_bytes(&server, &id);
     }
     server.start_serve().await;
     row.recovered_now();
-    assert_undisturbed_result(&server, &id, steps, &model, &[]).await;
-    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "the same ranks continued");
-    row.passed(&format!("same attempt; ranks trained in {trained_on} of {} s", outage.as_secs()));
+    let attempts = assert_undisturbed_result(&server, &id, steps, &model, &[]).await;
+    assert_eq!(attempts, 1, "the same ranks continued");
+    row.passed(&format!("same attempt; ranks trained in {trained_secs} of {} s", outage.as_secs()));
     server.stop().await;
 }

@@ -1,7 +1,7 @@
 //! Many jobs and a random fault every few seconds.
 
 use crate::{
-    judge::{FaultRow, assert_undisturbed_result, register_pictures, spec, trained_weights},
+    judge::{FaultRow, assert_undisturbed_result, crash, register_pictures, spec, trained_weights},
     server::{Agents, Server, number, signal, state_of, training_permit},
     socket::stored,
     specs,
@@ -90,11 +90,7 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
                 "kill -9 of a rank"
             }
             4 if !ranks.is_empty() => {
-                let pid = ranks[random.below(ranks.len() as u64) as usize].pid;
-                // The first signal removes Rust's handler, the second ends the process.
-                signal(pid, Signal::SEGV);
-                tokio::time::sleep(Duration::from_millis(20)).await;
-                signal(pid, Signal::SEGV);
+                crash(ranks[random.below(ranks.len() as u64) as usize].pid).await;
                 "SIGSEGV of a rank"
             }
             5 if !ranks.is_empty() => {
@@ -130,8 +126,7 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
         let lost: Vec<_> =
             events.iter().filter(|e| e["state"] == "lost").map(|e| number(&e["attempt"])).collect();
         fenced += lost.len();
-        assert_undisturbed_result(&server, id, STEPS, &model, &lost).await;
-        attempts += number(&server.job(id).await["attempt"]);
+        attempts += assert_undisturbed_result(&server, id, STEPS, &model, &lost).await;
     }
     let total: u32 = faults.values().sum();
     row.passed(&format!(

@@ -8,11 +8,9 @@ label smoothing 0.1, crop and flip) by `lockstep train`, and appends a line of J
 import argparse
 import json
 import pathlib
-import re
 import shutil
-import sys
 
-import watched
+from training import train
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--program", required=True)
@@ -30,9 +28,7 @@ parser.add_argument("--sync-batch-norm", default="true")
 options = parser.parse_args()
 
 folder = pathlib.Path(options.work) / f"accuracy-{options.epochs}-{options.seed}-{options.ranks}-{options.batch}-{options.sync_batch_norm}"
-shutil.rmtree(folder, ignore_errors=True)
-folder.mkdir(parents=True)
-(folder / "job.toml").write_text(f"""
+job = f"""
 name = "accuracy"
 [model]
 arch = "resnet18"
@@ -62,16 +58,11 @@ every_epochs = 0
 [checkpoint]
 every_epochs = 1000
 keep = 2
-""")
-status, printed, text, secs = watched.train(options.program, folder / "job.toml", folder / "out")
-print(printed[-3000:], text[-1500:], sep="\n")
-if status != 0:
-    sys.exit(1)
-accuracy = float(re.findall(r"validation accuracy is ([0-9.]+) %", text)[-1])
+"""
+accuracy, secs = train(options.program, folder, job)
 row = {
     "epochs": options.epochs, "seed": options.seed, "ranks": options.ranks, "global_batch": options.batch, "precision": options.precision,
-    "sync_batch_norm": options.sync_batch_norm == "true", "accuracy": accuracy, "whole_secs": secs["whole"],
-    "train_secs": secs["train"], "start_secs": secs["start"],
+    "sync_batch_norm": options.sync_batch_norm == "true", "accuracy": accuracy, **secs,
 }
 with open(options.out, "a") as out:
     out.write(json.dumps(row) + "\n")

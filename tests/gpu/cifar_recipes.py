@@ -1,5 +1,5 @@
-"""Trains a recipe for CIFAR-10 by `lockstep train`, once for each seed. Prints a line of JSON for each seed, then the mean and the
-standard deviation. PyTorch's counterpart is `torch_cifar94.py` for `cifar-94`, and `torch_tta.py` (24 epochs with SGD) for `cifar-fast`.
+"""Trains a recipe for CIFAR-10 by `lockstep train`, once for each seed. Prints a line of JSON per seed, then the mean and the standard
+deviation of the accuracy. PyTorch's counterpart is `torch_cifar94.py` for `cifar-94`, and `torch_tta.py` (24 epochs with SGD) for `cifar-fast`.
 
     python3 cifar_recipes.py --recipe cifar-94 --program lockstep --pictures cifar-10-batches-bin --work /tmp --seeds 50
 """
@@ -7,13 +7,10 @@ standard deviation. PyTorch's counterpart is `torch_cifar94.py` for `cifar-94`, 
 import argparse
 import json
 import pathlib
-import re
 import shutil
 import statistics
-import sys
 
-import watched
-
+from training import train
 
 # The network of each recipe, and the pictures per step.
 RECIPES = {"cifar-94": ('arch = "cifarnet"', 2000), "cifar-fast": ('arch = "resnet18"\nstem = "cifar"', 1024)}
@@ -42,10 +39,8 @@ def main():
     network, batch = RECIPES[options.recipe]
     rows = []
     for seed in range(1, options.seeds + 1):
-        home = pathlib.Path(options.work).resolve() / f"{options.recipe}-{seed}"
-        shutil.rmtree(home, ignore_errors=True)
-        home.mkdir(parents=True)
-        (home / "job.toml").write_text(f"""
+        folder = pathlib.Path(options.work).resolve() / f"{options.recipe}-{seed}"
+        job = f"""
 name = "{options.recipe}"
 [model]
 {network}
@@ -65,18 +60,11 @@ every_epochs = 0
 keep = 2
 [log]
 every_steps = 1
-""")
-        status, printed, text, secs = watched.train(options.program, home / "job.toml", home / "out")
-        accuracy = re.findall(r"validation accuracy is ([0-9.]+) %", text)
-        if status != 0 or not accuracy:
-            sys.exit(printed[-2000:] + text[-2000:])
-        row = {
-            "side": "lockstep", "run": options.recipe, "seed": seed, "precision": options.precision, "accuracy": float(accuracy[-1]),
-            "train_secs": secs["train"], "start_secs": secs["start"], "whole_secs": secs["whole"],
-        }
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        shutil.rmtree(home)
+"""
+        accuracy, secs = train(options.program, folder, job)
+        rows.append({"side": "lockstep", "run": options.recipe, "seed": seed, "precision": options.precision, "accuracy": accuracy, **secs})
+        print(json.dumps(rows[-1]), flush=True)
+        shutil.rmtree(folder)
     print_summary("lockstep", options.recipe, rows)
 
 

@@ -22,7 +22,7 @@ import time
 import traceback
 
 from gang import gang
-from test_server import Failure, TestServer, expect, expect_last_steps_kept, expect_same_tensors, gpu_memory, wait
+from server_under_test import Failure, ServerUnderTest, expect, expect_last_steps_kept, expect_same_tensors, gpu_memory, wait
 
 # The driver's own memory grows a little when a GPU is first used.
 SLACK_MIB = 64
@@ -45,7 +45,7 @@ class Stage:
         print(f"    {text}", flush=True)
 
     def server(self, warm="off"):
-        server = TestServer(self.program, self.folder, self.device, self.ranks, warm=warm)
+        server = ServerUnderTest(self.program, self.folder, self.device, self.ranks, warm=warm)
         server.cli("dataset", "add", "pictures", self.dataset)
         return server
 
@@ -76,6 +76,14 @@ class Stage:
             spec[key] = {**spec.get(key, {}), **value}
         return spec, spec["train"]["steps"], every
 
+    def reproducible_job(self, steps, ranks):
+        """Returns the specification of a job that writes no checkpoint before its end, and the number of its steps. `steps`: on GPUs."""
+        arch, side, steps = ("resnet50", 64, steps) if self.device == "cuda" else ("resnet20", 28, 90)
+        spec = self.spec("undisturbed", model={"arch": arch}, data={"image_size": side}, parallel={"ranks": ranks})
+        spec["train"].update(steps=steps, deterministic=True)
+        spec["checkpoint"].update(every_steps=100 * steps)
+        return spec | {"evaluate": {"every_epochs": 0}}, steps
+
     def check_memory(self, baseline, seconds=15):
         """Waits until the GPUs' memory in use is back at the baseline."""
         if not baseline:
@@ -95,7 +103,7 @@ class Stage:
 def check_steps(job, ranks, steps, killed=None):
     """Checks that every rank has reported every step, and none twice in an attempt. The last steps of a rank that was killed in attempt 1 may
     be missing."""
-    reported = job.losses()
+    reported = job.loss_steps()
     for (rank, attempt), listed in reported.items():
         expect(listed == sorted(set(listed)), f"rank {rank} reported a step twice in attempt {attempt}")
     for rank in range(ranks):
@@ -181,12 +189,7 @@ def lost(stage):
     os.environ["LOCKSTEP_SHARED_MEMORY"] = "0"
     server = stage.server()
     del os.environ["LOCKSTEP_SHARED_MEMORY"]
-    arch, side, steps = ("resnet50", 64, 900) if stage.device == "cuda" else ("resnet20", 28, 90)
-    spec = stage.spec("undisturbed", model={"arch": arch}, data={"image_size": side})
-    spec["train"].update(steps=steps, deterministic=True)
-    spec["checkpoint"].update(every_steps=100 * steps)
-    spec["evaluate"] = {"every_epochs": 0}
-
+    spec, steps = stage.reproducible_job(900, stage.ranks)
     undisturbed = server.submit(spec).final_checkpoint(steps)
     job = server.submit({**spec, "name": "lost"})
     # Kills the last rank, then rank 0, which writes checkpoints.
@@ -237,7 +240,7 @@ def give_up(stage):
     job = server.submit(spec)
     job.until_step(20)
     os.kill(job.ranks(1)[0], signal.SIGKILL)
-    expect(job.end() == "failed", f"the job has {job.state}")
+    expect(job.end() == "failed", f"the job is {job.state}")
     expect("rank 0 was killed by signal 9" in job.reason, job.reason)
     wait(5, "all ranks are gone", lambda: not job.ranks(1))
     stage.note(job.reason)
@@ -253,7 +256,7 @@ def cancel(stage):
     job.until_step(20)
     requested = time.monotonic()
     server.request("POST", f"/jobs/{job.id}/cancel")
-    expect(job.end() == "cancelled", f"the job has {job.state}: {job.reason}")
+    expect(job.end() == "cancelled", f"the job is {job.state}: {job.reason}")
     wait(5, "all ranks are gone", lambda: not job.ranks(1))
     stage.note(f"gone {time.monotonic() - requested:.1f} s after the request")
     stage.check_memory(baseline)

@@ -17,7 +17,7 @@ import subprocess
 import threading
 import time
 
-from test_server import gpu_memory
+from server_under_test import gpu_memory
 
 JOB = """name = "files"
 [model]
@@ -54,8 +54,9 @@ parser.add_argument("--ranks", type=int, default=1)
 parser.add_argument("--steps", type=int, default=300)
 options = parser.parse_args()
 
+
 class PeakMemory(threading.Thread):
-    """Measures the largest memory in use of any GPU, in MiB, until `stop`."""
+    """Measures, until `stop`, the largest memory in use on any GPU, in MiB."""
 
     def __init__(self):
         super().__init__(daemon=True)

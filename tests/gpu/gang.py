@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 
-from test_server import TestServer, expect, expect_last_steps_kept, expect_same_tensors, gpu_memory, wait
+from server_under_test import ServerUnderTest, expect, expect_last_steps_kept, expect_same_tensors, gpu_memory, wait
 
 
 class Machine:
@@ -55,19 +55,14 @@ def ancestors(process):
 
 def gang(stage):
     """A job over two agents continues after the agent with the last rank, then the agent with rank 0, is killed and started again. The final weights are those of an undisturbed job."""
-    server = TestServer(stage.program, stage.folder, stage.device, 0, local_agent=False)
+    server = ServerUnderTest(stage.program, stage.folder, stage.device, 0, local_agent=False)
     machines = [Machine(stage, server, number) for number in range(2)]
     kind = "cpu" if stage.device == "cpu" else "cuda"
-    wait(30, "both agents are online", lambda: len(server.free_slots(kind)) == 2)
+    wait(30, "both agents are online", lambda: len(server.online_slots(kind)) == 2)
     server.cli("dataset", "add", "pictures", stage.dataset)
     baseline = gpu_memory()
 
-    arch, side, steps = ("resnet50", 64, 300) if stage.device == "cuda" else ("resnet20", 28, 90)
-    spec = stage.spec("undisturbed", model={"arch": arch}, data={"image_size": side}, parallel={"ranks": 2})
-    spec["train"].update(steps=steps, deterministic=True)
-    spec["checkpoint"].update(every_steps=100 * steps)
-    spec["evaluate"] = {"every_epochs": 0}
-
+    spec, steps = stage.reproducible_job(300, 2)
     undisturbed = server.submit(spec).final_checkpoint(steps)
     job = server.submit({**spec, "name": "gang"})
     kills = ((1, 1), (2, 0))

@@ -2,9 +2,10 @@
 
 import re
 
-# The largest permitted relative differences of losses, by format: in the first FIRST_STEPS steps and in the later steps, as the effect of
-# rounding grows with each step. Six seeds of agree.py's job in float32, on one and two H200s, in every exchange and both modes, differ by at
-# most 1.7e-4 in the first four steps and 3.8e-3 later. In the later steps, two runs on the same GPU also differ, by up to 5e-4.
+# Maximum relative difference of the losses, for each number format: (in the first FIRST_STEPS steps, in the later steps). The second limit is
+# larger because rounding errors grow with each step. Measured with agree.py in float32 (six seeds; one and two H200s; each of its EXCHANGES;
+# with and without `train.deterministic`), the GPUs differ from CPU cores by at most 1.7e-4 in the first four steps and 3.8e-3 later. In the
+# later steps, two runs on the same GPU also differ, by up to 5e-4.
 FIRST_STEPS = 4
 MAX_DIFFERENCE = {"fp32": (5e-4, 5e-3), "fp16": (1e-2, 2e-2), "bf16": (2e-2, 5e-2)}
 

@@ -10,14 +10,12 @@ import json
 import math
 import multiprocessing
 import pathlib
-import re
 import shutil
-import sys
 import tarfile
 
 from PIL import Image
 
-import watched
+from training import train
 
 SIDE = 64
 
@@ -64,20 +62,17 @@ def main():
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     options = parser.parse_args()
-    folder = pathlib.Path(options.work).resolve() / f"cifar10-jpeg-{SIDE}"
-    extract_pictures(options.archive, folder)
-    failed = False
+    pictures = pathlib.Path(options.work).resolve() / f"cifar10-jpeg-{SIDE}"
+    extract_pictures(options.archive, pictures)
     for seed in options.seeds:
-        home = folder.with_name(f"recipe-{seed}")
-        shutil.rmtree(home, ignore_errors=True)
-        home.mkdir()
-        (home / "job.toml").write_text(f"""
+        folder = pictures.with_name(f"recipe-{seed}")
+        job = f"""
 name = "recipe"
 [model]
 arch = "resnet18"
 stem = "imagenet"
 [data]
-dataset = "{folder}"
+dataset = "{pictures}"
 image_size = {SIDE}
 [train]
 recipe = "imagenet"
@@ -90,19 +85,14 @@ seed = {seed}
 device = "{options.device}"
 [evaluate]
 every_epochs = 0
-""")
-        status, printed, log, secs = watched.train(options.program, home / "job.toml", home / "out")
-        accuracy = re.findall(r"validation accuracy is ([0-9.]+) %", log)
+"""
+        accuracy, secs = train(options.program, folder, job)
         row = {
             "side": "lockstep", "run": "recipe-imagenet", "seed": seed, "epochs": options.epochs, "precision": options.precision,
-            "accuracy": float(accuracy[-1]) if accuracy else None, "whole_secs": secs["whole"],
+            "accuracy": accuracy, "whole_secs": secs["whole_secs"],
         }
         print(json.dumps(row), flush=True)
-        if status != 0 or not accuracy:
-            print(printed[-2000:] + log[-2000:], file=sys.stderr, flush=True)
-            failed = True
-        shutil.rmtree(home)
-    sys.exit(failed)
+        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

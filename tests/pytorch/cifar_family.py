@@ -5,32 +5,17 @@ for the engine. Needs torch and numpy:
 """
 
 import json
-import math
 import pathlib
 import sys
 
-import numpy as np
 import torch
 
-from generator import values
+from generator import parameter, values
 
 HERE = pathlib.Path(__file__).parent
 # Imports the file directly, as the package needs more than torch.
 sys.path.append(str(HERE.parents[1] / "python/src/lockstep"))
 import cifar_resnet  # noqa: E402
-
-
-def synthetic_tensor(arch, name, shape):
-    """Returns the tensor that `fill` of make_fixtures.py creates."""
-    drawn = values(f"{arch}.{name}", *shape)
-    if len(shape) == 4:
-        return drawn * np.float32(math.sqrt(6.0 / (shape[0] * shape[2] * shape[3])))
-    if name.startswith("fc."):
-        return drawn * np.float32(1 / math.sqrt(64))
-    if name.endswith("running_var"):
-        return drawn * np.float32(0.5) + np.float32(1.5)
-    return drawn * np.float32(0.25) + np.float32(0.5) if name.endswith("weight") else drawn * np.float32(0.125)
-
 
 recorded = json.loads((HERE / "fixtures/architectures.json").read_text())
 for arch in ("resnet20", "resnet32", "resnet44", "resnet56", "resnet110"):
@@ -39,7 +24,7 @@ for arch in ("resnet20", "resnet32", "resnet44", "resnet56", "resnet110"):
     # The counters of batches are not recorded.
     parameters = [[name, list(value.shape)] for name, value in model.state_dict().items() if not name.endswith("tracked")]
     assert parameters == expected["parameters"], f"{arch}: {parameters}"
-    weights = {name: torch.from_numpy(synthetic_tensor(arch, name, shape)) for name, shape in expected["parameters"]}
+    weights = {name: torch.from_numpy(parameter(arch, name, shape, features=64)) for name, shape in expected["parameters"]}
     model.load_state_dict(weights, strict=False)
     side, channels = expected["image_size"], expected["channels"]
     pictures = torch.from_numpy(values(f"{arch}.cifar.images", 2, side, side, channels)).permute(0, 3, 1, 2)

@@ -28,5 +28,20 @@ def values(name, *shape):
     return (bits.astype(np.float32) / np.float32(1 << 23) - np.float32(1)).reshape(shape)
 
 
+def parameter(arch, name, shape, features, fan_axis=0):
+    """Returns a weight, bias or statistic of a network. The Rust tests generate the same value.
+
+    `features`: number of inputs of the last layer. `fan_axis`: the axis of a filter that scales the filter.
+    """
+    drawn = values(f"{arch}.{name}", *shape)
+    if len(shape) == 4:
+        return drawn * np.float32(np.sqrt(6.0 / (shape[fan_axis] * shape[2] * shape[3])))
+    if name.startswith("fc."):
+        return drawn * np.float32(1 / np.sqrt(features))
+    if name.endswith("running_var"):
+        return drawn * np.float32(0.5) + np.float32(1.5)
+    return drawn * np.float32(0.25) + np.float32(0.5) if name.endswith("weight") else drawn * np.float32(0.125)
+
+
 def labels(name, count, classes):
     return ((values(name, count) + 1) * np.float32(classes / 2)).astype(np.int64)

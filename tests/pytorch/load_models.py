@@ -1,6 +1,6 @@
 """Loads models that the release binary has trained in PyTorch: every architecture with every stem, with strict names and shapes, and
 compares the probabilities of the same pictures. Also uses torchvision's weights as a job's `model.pretrained`. Needs torch,
-torchvision and safetensors; with timm, its names are compared, too. Arguments select networks by name:
+torchvision and safetensors. If timm is installed, its names are compared, too. Arguments select networks by name:
 
     cargo build --release && python3 tests/pytorch/load_models.py [resnext50_32x4d ...]
 

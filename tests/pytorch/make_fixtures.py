@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from torch.optim.swa_utils import AveragedModel
 from torchvision.transforms import v2
 
-from generator import labels, values
+from generator import labels, parameter, values
 from models import CIFAR_FAMILY, RESNETS, RESNEXTS_AND_WIDE, build
 
 HERE = pathlib.Path(__file__).parent / "fixtures"
@@ -214,20 +214,9 @@ def fill(model, arch):
     for name, value in state.items():
         if name.endswith("num_batches_tracked"):
             continue
-        drawn = values(f"{arch}.{name}", *value.shape)
-        if value.ndim == 4:
-            # With the fan-out of a grouped convolution, the logits would hardly depend on the pictures.
-            fan = value.shape[1] if arch in RESNEXTS_AND_WIDE else value.shape[0]
-            bound = np.float32(np.sqrt(6.0 / (fan * value.shape[2] * value.shape[3])))
-            drawn = drawn * bound
-        elif name.startswith("fc."):
-            drawn = drawn * np.float32(1 / np.sqrt(state["fc.weight"].shape[1]))
-        elif name.endswith("running_var"):
-            drawn = drawn * np.float32(0.5) + np.float32(1.5)
-        elif name.endswith("weight"):
-            drawn = drawn * np.float32(0.25) + np.float32(0.5)
-        else:
-            drawn = drawn * np.float32(0.125)
+        # With the fan-out of a grouped convolution, the logits would hardly depend on the pictures.
+        fan_axis = 1 if arch in RESNEXTS_AND_WIDE else 0
+        drawn = parameter(arch, name, value.shape, state["fc.weight"].shape[1], fan_axis)
         state[name] = torch.from_numpy(drawn).to(value.dtype)
     model.load_state_dict(state)
 
@@ -268,6 +257,20 @@ def architectures(arches):
     return json.dumps(out, separators=(",", ":")).replace(',["', ',\n["') + "\n"
 
 
+def learnable_batch(arch, step, batch, side):
+    """Returns the pictures and labels of a step. The pictures of a class are a pattern with noise, which can be learned."""
+    target = labels(f"{arch}.labels.{step}", batch, 10)
+    images = values(f"{arch}.images.{step}", batch, side, side, 3) * np.float32(0.5)
+    images += values(f"{arch}.patterns", 10, side, side, 3)[target]
+    return torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))), torch.from_numpy(target)
+
+
+def samples(tensor):
+    """Returns 16 values of a tensor at indices that are spread over it."""
+    flat = tensor.flatten()
+    return flat[torch.arange(16) * (flat.numel() - 1) // 15].tolist()
+
+
 def training():
     """Losses of 20 steps of SGD, batch by batch, in float32. A run in float64 shows the effect of rounding."""
     out = {}
@@ -279,13 +282,8 @@ def training():
             sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
             run = []
             for step in range(20):
-                target = labels(f"{arch}.labels.{step}", batch, 10)
-                # Each class is a pattern with noise, which can be learned.
-                images = values(f"{arch}.images.{step}", batch, side, side, 3) * np.float32(0.5)
-                images += values(f"{arch}.patterns", 10, side, side, 3)[target]
-                x = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))).to(dtype)
-                y = torch.from_numpy(target)
-                loss = F.cross_entropy(model(x), y)
+                x, y = learnable_batch(arch, step, batch, side)
+                loss = F.cross_entropy(model(x.to(dtype)), y)
                 sgd.zero_grad()
                 loss.backward()
                 sgd.step()
@@ -294,7 +292,7 @@ def training():
         difference = max(abs(a - b) / b for a, b in zip(*runs.values()))
         print(f"{arch}: float32 and float64 differ by at most {difference:.1e}; losses {runs[torch.float32]}")
         out[arch] = {"batch_size": batch, "image_size": side, "lr": lr, "losses": runs[torch.float32]}
-    (HERE / "training.json").write_text(json.dumps(out, indent=1) + "\n")
+    write("training.json", json.dumps(out, indent=1) + "\n")
 
 
 def step():
@@ -313,11 +311,8 @@ def step():
         sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
         losses, momentum = [], {}
         for step in range(3):
-            target = labels(f"{arch}.labels.{step}", batch, 10)
-            images = values(f"{arch}.images.{step}", batch, side, side, 3) * np.float32(0.5)
-            images += values(f"{arch}.patterns", 10, side, side, 3)[target]
-            x = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))).to(dtype)
-            loss = F.cross_entropy(model(x), torch.from_numpy(target))
+            x, y = learnable_batch(arch, step, batch, side)
+            loss = F.cross_entropy(model(x.to(dtype)), y)
             sgd.zero_grad()
             loss.backward()
             sgd.step()
@@ -325,9 +320,8 @@ def step():
             if step == 0:
                 for name in names:
                     buffer = sgd.state[model.get_parameter(f"{name}.weight")]["momentum_buffer"].flatten().double()
-                    # Indices spread over the tensor, so that every group has some.
-                    indices = torch.arange(16) * (buffer.numel() - 1) // 15
-                    momentum[f"{name}.weight"] = {"norm": buffer.norm().item(), "values": buffer[indices].tolist()}
+                    # The samples include every group.
+                    momentum[f"{name}.weight"] = {"norm": buffer.norm().item(), "values": samples(buffer)}
         runs[dtype] = losses, momentum
     (losses, momentum), (exact, exact_momentum) = runs.values()
     difference = max(abs(a - b) / b for a, b in zip(losses, exact))
@@ -337,7 +331,7 @@ def step():
     }
     print(f"{arch}: float32 and float64 differ by at most {difference:.1e}; losses {losses}; momentum differs by {momentum_differences}")
     out = {"arch": arch, "batch_size": batch, "image_size": side, "lr": lr, "losses": exact, "momentum": exact_momentum}
-    (HERE / "grouped_step.json").write_text(json.dumps(out, indent=1) + "\n")
+    write("grouped_step.json", json.dumps(out, indent=1) + "\n")
 
 
 class Unfused(torch.nn.Module):
@@ -373,9 +367,7 @@ def unfused():
     loss.backward()
     gradients = {}
     for name, value in model.named_parameters():
-        flat = value.grad.flatten()
-        indices = torch.arange(16) * (flat.numel() - 1) // 15
-        gradients[name] = {"norm": flat.norm().item(), "values": flat[indices].tolist()}
+        gradients[name] = {"norm": value.grad.norm().item(), "values": samples(value.grad)}
     running = {name: value.tolist() for name, value in model.named_buffers() if "running" in name}
     out = {
         "batch_size": batch, "image_size": side, "loss": loss.item(), "gradients": gradients, "running": running,
@@ -459,17 +451,14 @@ def optimizer_runs():
                     rule.param_groups[1].update(weight_decay=0.0, adapt=False)
                 run = []
                 for step in range(20):
-                    target = labels(f"{arch}.labels.{step}", batch, 10)
-                    images = values(f"{arch}.images.{step}", batch, side, side, 3) * np.float32(0.5)
-                    images += values(f"{arch}.patterns", 10, side, side, 3)[target]
-                    x = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))).to(dtype)
-                    loss = F.cross_entropy(model(x), torch.from_numpy(target))
+                    x, y = learnable_batch(arch, step, batch, side)
+                    loss = F.cross_entropy(model(x.to(dtype)), y)
                     rule.zero_grad()
                     loss.backward()
                     rule.step()
                     run.append(loss.item())
                 runs[dtype] = run
-            name = kind if decay_norm_and_bias else kind + ", weights alone decayed"
+            name = kind if decay_norm_and_bias else f"{kind}, without decay of norms and biases"
             difference = max(abs(a - b) / b for a, b in zip(*runs.values()))
             print(f"{name}: float32 and float64 differ by at most {difference:.1e}; losses {runs[torch.float32]}")
             out[name] = {
@@ -518,7 +507,7 @@ class RecordedCutMix(Recorder, v2.CutMix):
 
 
 def mixing_and_average():
-    """20 steps of ResNet-20 as in `training`: with torchvision's MixUp and CutMix, whose random numbers are recorded, and with
+    """Losses of 20 steps of ResNet-20 as in `training`: with torchvision's MixUp and CutMix, whose random numbers are recorded, and with
     the moving average of torchvision's reference scripts."""
     out = {}
     arch, batch, side, lr, smoothing = "resnet20", 32, 16, 0.001, 0.1
@@ -539,16 +528,11 @@ def mixing_and_average():
             sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
             losses, mixes, pixels = [], [], []
             for step in range(20):
-                target = labels(f"{arch}.labels.{step}", batch, 10)
-                images = values(f"{arch}.images.{step}", batch, side, side, 3) * np.float32(0.5)
-                images += values(f"{arch}.patterns", 10, side, side, 3)[target]
-                x = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
-                y = torch.from_numpy(target)
+                x, y = learnable_batch(arch, step, batch, side)
                 if mixer:
                     x, y = mixer(x, y)
                     mixes.append(mixer.mix)
-                    flat = x.permute(0, 2, 3, 1).flatten()
-                    pixels.append(flat[torch.arange(16) * (flat.numel() - 1) // 15].tolist())
+                    pixels.append(samples(x.permute(0, 2, 3, 1)))
                 y = y.to(dtype) if y.is_floating_point() else y
                 loss = F.cross_entropy(model(x.to(dtype)), y, label_smoothing=smoothing)
                 sgd.zero_grad()
@@ -567,8 +551,7 @@ def mixing_and_average():
                     for key, value in average.module.state_dict().items():
                         if key.endswith(("running_mean", "running_var", "conv1.weight", "fc.weight", "bn2.bias")):
                             flat = value.flatten().double()
-                            indices = torch.arange(16) * (flat.numel() - 1) // 15
-                            entry["tensors"][key] = {"norm": flat.norm().item(), "values": flat[indices].tolist()}
+                            entry["tensors"][key] = {"norm": flat.norm().item(), "values": samples(flat)}
                 out[name] = entry
         difference = max(abs(a - b) / b for a, b in zip(*runs.values()))
         print(f"{name}: float32 and float64 differ by at most {difference:.1e}; losses {runs[torch.float32]}")
@@ -585,7 +568,7 @@ def looking():
     truth = labels("looking.labels", count, 10)
     x = (pictures.astype(np.float32) / np.float32(255) - mean) / std
     with torch.no_grad():
-        # The logits of synthetic weights differ little between pictures, so they are scaled, and centred on the pictures' mean.
+        # Logits of synthetic weights differ little between pictures, so they are scaled, and centred on their mean over all pictures.
         model.fc.weight *= 512
         bias = (model.fc.bias - model(nchw(x)).mean(0)).float()
         model.fc.bias.copy_(bias)
@@ -600,7 +583,7 @@ def looking():
         "confusion": confusion.tolist(),
         "loss": F.cross_entropy(logits, torch.from_numpy(truth)).item(),
     }
-    (HERE / "looking.json").write_text(json.dumps(out) + "\n")
+    write("looking.json", json.dumps(out) + "\n")
 
 
 MUON = [(8, 3, 3), (24, 2, 1), (16, 4, 2)]  # out, in, kernel
@@ -629,17 +612,12 @@ def muon():
     write("muon.json", json.dumps(out, separators=(",", ":")).replace('"muon.', '\n"muon.') + "\n")
 
 
-def operations():
+def write_tensors(name, parts):
+    """Writes the tensors that these functions store."""
     out = {}
-    for part in (convolutions, batch_norms, pools, linears, losses, optimizers):
+    for part in parts:
         part(out)
-    save_file(out, HERE / "operations.safetensors")
-
-
-def grouped_operations():
-    out = {}
-    grouped(out)
-    save_file(out, HERE / "grouped.safetensors")
+    save_file(out, HERE / name)
 
 
 def write(name, text):
@@ -647,8 +625,8 @@ def write(name, text):
 
 
 PARTS = {
-    "operations": operations,
-    "grouped": grouped_operations,
+    "operations": lambda: write_tensors("operations.safetensors", (convolutions, batch_norms, pools, linears, losses, optimizers)),
+    "grouped": lambda: write_tensors("grouped.safetensors", (grouped,)),
     "architectures": lambda: write("architectures.json", architectures([*RESNETS, *CIFAR_FAMILY])),
     "resnexts": lambda: write("resnexts.json", architectures(RESNEXTS_AND_WIDE)),
     "training": training,

@@ -20,7 +20,7 @@ fn read_markdown(path: &str) -> Option<String> {
     Docs::get(&format!("{path}.md")).and_then(|file| String::from_utf8(file.data.into_owned()).ok())
 }
 
-/// The page `/docs`: a table with a line about each guide.
+/// The page `/docs`: tables with a line about each guide.
 const START: &str = "README";
 
 /// All pages but [`START`] by title, with "Getting started" first.

@@ -1,5 +1,5 @@
-"""The kit of the end-to-end scripts: a server with its agent, a client of its REST API and streams, and functions
-that list processes and GPU memory. Standard library only."""
+"""Library of the end-to-end scripts: a server with its agent, a client of its REST API and streams, and functions that
+list processes and GPU memory. Standard library only."""
 
 import base64
 import hashlib
@@ -41,7 +41,7 @@ def wait(seconds, what, check, every=0.05):
 
 
 class Stream:
-    """A websocket client (RFC 6455) that reads text frames of JSON."""
+    """A websocket client (RFC 6455) that reads JSON in text frames."""
 
     def __init__(self, port, path, timeout, token=None):
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=timeout)
@@ -128,7 +128,7 @@ class Job:
             frame = self.next()
             if matches(frame):
                 return frame
-            expect(self.state not in FINAL, f"{what}: but the job has {self.state}: {self.reason}")
+            expect(self.state not in FINAL, f"{what}: the job is {self.state} already: {self.reason}")
             expect(time.monotonic() < end, f"{what}: not within {self.timeout} s")
 
     def until_step(self, step, attempt=1):
@@ -158,7 +158,7 @@ class Job:
         return self.state
 
     def expect_success(self):
-        expect(self.end() == "succeeded", f"the job has {self.state}: {self.reason}")
+        expect(self.end() == "succeeded", f"the job is {self.state}: {self.reason}")
 
     def final_checkpoint(self, step):
         """Waits for the job's success, and returns the folder of its checkpoint of the last step."""
@@ -167,9 +167,9 @@ class Job:
 
     def first_step(self, attempt):
         """Returns the first step of an attempt."""
-        return min(step for (_, number), steps in self.losses().items() if number == attempt for step in steps)
+        return min(step for (_, number), steps in self.loss_steps().items() if number == attempt for step in steps)
 
-    def losses(self):
+    def loss_steps(self):
         """Returns for each (rank, attempt) the steps with a loss, in the order of their reports."""
         reported = {}
         for event in self.events:
@@ -200,7 +200,7 @@ class Job:
         return processes
 
 
-class TestServer:
+class ServerUnderTest:
     """`lockstep serve` with its agent, in its own folder."""
 
     def __init__(self, program, folder, device, ranks, local_agent=True, warm="off"):
@@ -208,7 +208,8 @@ class TestServer:
         folder.mkdir(parents=True, exist_ok=True)
         self.data = folder / "data"
         arguments = ["--cpu-slots", str(ranks)] if device == "cpu" else []
-        # Spare processes are off, as they use GPU memory, and a rank that was a spare process does not name its job in its arguments.
+        # By default, there are no spare processes: they use GPU memory, and `Job.ranks` cannot find a rank that started as a spare process,
+        # because its arguments do not name its job.
         arguments = [*arguments, "--warm", warm] if local_agent else ["--no-local-agent"]
         self.errors = open(folder / "serve.log", "ab")
         self.process = subprocess.Popen(
@@ -227,13 +228,14 @@ class TestServer:
         if not local_agent:
             return
         kind = "cpu" if device == "cpu" else "cuda"
-        self.slots = wait(30, "an agent is online", lambda: self.free_slots(kind))
+        self.slots = wait(30, "an agent is online", lambda: self.online_slots(kind))
         expect(len(self.slots) >= ranks, f"{ranks} ranks, but these slots: {self.slots}\n{self.log_end()}")
 
     def log_end(self):
         return (self.folder / "serve.log").read_text(errors="replace")[-3000:]
 
-    def free_slots(self, kind):
+    def online_slots(self, kind):
+        """Returns the slots of agents that are online, including occupied slots."""
         agents = self.get("/agents")["agents"]
         return [s for a in agents if a["online"] for s in a["slots"] if s["device"] == kind]
 
@@ -286,7 +288,7 @@ def tensor_digests(checkpoint):
 
 
 def expect_same_tensors(checkpoint, expected):
-    """Expects that a checkpoint has the tensors of another checkpoint, bit for bit. Returns their number."""
+    """Expects that a checkpoint has the tensors of another checkpoint, bit for bit. Returns the number of tensors."""
     expected, actual = tensor_digests(expected), tensor_digests(checkpoint)
     differ = [name for name in expected if actual.get(name) != expected[name]]
     expect(not differ and len(actual) == len(expected), f"{len(differ)} of {len(expected)} tensors of {checkpoint} differ: {differ[:5]}")
@@ -294,14 +296,14 @@ def expect_same_tensors(checkpoint, expected):
 
 
 def expect_last_steps_kept(stage, job, kills):
-    """Expects that each attempt begins at most two steps from the last step that the other ranks of the previous attempt have reported. `kills`:
-    pairs of an attempt and the rank that was killed in this attempt."""
-    reported = job.losses()
+    """Expects that the attempt after each kill begins within two steps of the last step that the surviving ranks reported. `kills`: pairs of an
+    attempt and the rank that was killed in this attempt. `stage` receives notes."""
+    reported = job.loss_steps()
     for attempt, victim in kills:
         last = max(max(listed) for (rank, number), listed in reported.items() if number == attempt and rank != victim)
         first = job.first_step(attempt + 1)
         stage.note(f"attempt {attempt} reported step {last}, attempt {attempt + 1} began with step {first}")
-        expect(abs(first - 1 - last) <= 2, f"attempt {attempt + 1} began with step {first}, {attempt} had reported step {last}")
+        expect(abs(first - 1 - last) <= 2, f"attempt {attempt + 1} began with step {first}, but attempt {attempt} had reported step {last}")
 
 
 def gpu_memory():

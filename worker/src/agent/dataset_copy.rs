@@ -4,7 +4,6 @@
 mod cache;
 mod list;
 mod pull;
-mod size;
 
 pub(super) use cache::Copies;
 

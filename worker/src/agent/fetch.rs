@@ -69,7 +69,7 @@ pub(super) async fn fetch_missing(stored: &StoredAttempt, remote: &Remote) -> Re
             .map_err(|e| refusal(remote, &FetchError::Disk(path, e)))?;
     }
     // Rank 0 reads checkpoints, and sends their contents to the other ranks.
-    if !start.ranks.iter().any(|(rank, _)| *rank == 0) {
+    if !start.has_rank_0() {
         return Ok(());
     }
     if let Some(name) = &start.resume {

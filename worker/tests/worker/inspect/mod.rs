@@ -3,7 +3,7 @@
 
 mod pictures;
 
-use crate::pytorch::weights;
+use crate::{pictures::encode, pytorch::weights};
 use lockstep_engine::net::resnet;
 use lockstep_host::tensors::HostTensor;
 use lockstep_kernels::synthetic;
@@ -122,9 +122,7 @@ fn png(fixture: &Expected, index: usize) -> Vec<u8> {
 
 fn encode_png(width: usize, height: usize, pixels: &[u8]) -> Vec<u8> {
     let picture = image::GrayImage::from_raw(width as u32, height as u32, pixels.to_vec()).unwrap();
-    let mut bytes = std::io::Cursor::new(Vec::new());
-    picture.write_to(&mut bytes, image::ImageFormat::Png).unwrap();
-    bytes.into_inner()
+    encode(picture, image::ImageFormat::Png)
 }
 
 #[test]
@@ -230,6 +228,7 @@ fn errors_for_a_diverged_model_name_file_and_tensor() {
     let dir = tempfile::tempdir().unwrap();
     write_dataset(dir.path(), &fixture);
     // The CPU's ReLU turns NaN into 0, so the outputs would be finite.
+    let predict = || inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&fixture, 0))]);
     for (tensor, value, detail) in [
         ("conv1.weight", f32::NAN, "conv1.weight contains NaN at index 3"),
         ("layer2.0.bn1.running_mean", f32::INFINITY, "layer2.0.bn1.running_mean contains inf at index 3"),
@@ -240,11 +239,7 @@ fn errors_for_a_diverged_model_name_file_and_tensor() {
                 values[3] = value;
             }
         });
-        let picture = || vec![("0.png".to_owned(), png(&fixture, 0))];
-        for message in [
-            inspect::predict(dir.path(), picture()).unwrap_err(),
-            evaluate(dir.path(), spec(&fixture)).unwrap_err(),
-        ] {
+        for message in [predict().unwrap_err(), evaluate(dir.path(), spec(&fixture)).unwrap_err()] {
             assert!(message.contains("model.safetensors") && message.contains(detail), "{message}");
         }
     }
@@ -254,7 +249,7 @@ fn errors_for_a_diverged_model_name_file_and_tensor() {
             values.iter_mut().for_each(|v| *v = 3e38);
         }
     });
-    let found = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&fixture, 0))]).unwrap();
+    let found = predict().unwrap();
     let message = found[0].error.clone().unwrap();
     assert!(found[0].classes.is_empty() && message.contains("inf for class \"0\""), "{message}");
     let message = evaluate(dir.path(), spec(&fixture)).unwrap_err();

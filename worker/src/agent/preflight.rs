@@ -65,8 +65,7 @@ fn check_disk(stored: &StoredAttempt, spec: &JobSpec) -> Result<(), String> {
     // Weights, the slots of the optimizer, and possibly an average, in float32.
     let tensors = 1 + slots(spec.train.optimizer).len() + usize::from(spec.train.ema_decay > 0.0);
     let checkpoint_bytes = values as u64 * 4 * tensors as u64;
-    let existing =
-        crate::checkpoint::list(&stored.job_dir.join("checkpoints")).map_or(0, |all| all.len() as u64);
+    let existing = crate::checkpoint::list(&stored.checkpoints_dir()).map_or(0, |all| all.len() as u64);
     // The checkpoints to keep, the best checkpoint, and the checkpoint that is being written.
     let missing = (u64::from(spec.checkpoint.keep.max(2)) + 2).saturating_sub(existing).max(2);
     let needed = checkpoint_bytes * missing + OTHER_BYTES;

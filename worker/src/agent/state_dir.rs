@@ -38,6 +38,10 @@ impl StoredAttempt {
     pub fn attempt_dir(&self) -> PathBuf {
         self.job_dir.join("attempts").join(self.start.attempt.folder_name())
     }
+
+    pub fn checkpoints_dir(&self) -> PathBuf {
+        self.job_dir.join("checkpoints")
+    }
 }
 
 impl StateDir {

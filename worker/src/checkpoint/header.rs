@@ -220,7 +220,7 @@ mod tests {
     #[test]
     fn files_without_a_header_of_at_most_16_mib_are_refused() {
         let read_all = |bytes: &[u8]| read(bytes, bytes.len() as u64);
-        let file_of = |bytes: u64| file(&format!("{:<1$}", "{}", bytes as usize), 0);
+        let file_of = |bytes: u64| file(&format!("{{}}{}", " ".repeat(bytes as usize - 2)), 0);
         assert!(read_all(&file_of(HEADER_BYTES)).unwrap().tensors.is_empty());
         for (refused, expected) in [
             (file_of(HEADER_BYTES + 1), "its header has 16777217 bytes; at most 16777216 are allowed"),

@@ -236,6 +236,11 @@ impl StartAttempt {
         }
     }
 
+    /// Whether rank 0, which writes the checkpoints, is on this machine.
+    pub fn has_rank_0(&self) -> bool {
+        self.ranks.iter().any(|(rank, _)| *rank == 0)
+    }
+
     /// Whether other agents also have ranks of this attempt.
     pub fn is_shared(&self) -> bool {
         u32::try_from(self.ranks.len()).is_ok_and(|here| here < self.world_size)

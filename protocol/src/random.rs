@@ -2,11 +2,12 @@
 //! with the same seed would have other settings.
 
 /// SplitMix64 (Steele, Lea and Flood, 2014). The number is the seed.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Random(pub u64);
 
 impl Random {
-    fn next_u64(&mut self) -> u64 {
+    /// 64 random bits.
+    pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

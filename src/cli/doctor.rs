@@ -7,7 +7,6 @@ mod peer;
 mod remote;
 
 use super::{init_tracing, launch::quote, output, usage_error};
-use assessment::finding;
 use lockstep_host::{
     cores,
     gpu::{
@@ -17,7 +16,7 @@ use lockstep_host::{
 };
 use lockstep_server::tls::{ca, examine as examine_certificate};
 use lockstep_worker::{
-    doctor::{AllGatherResult, Finding, Grade, examine, gather},
+    doctor::{AllGatherResult, Finding, Grade, examine, finding, gather},
     local_group::{self, Member},
 };
 use serde::Serialize;

@@ -28,7 +28,7 @@ use lockstep_protocol::{
 };
 use lockstep_worker::{
     checkpoint,
-    rank::{RankConfig, stop_within_secs},
+    rank::{RankConfig, STOP_WITHIN_SECS},
     supervisor::configs,
 };
 use out_lock::OutLock;
@@ -227,7 +227,7 @@ fn run_rank_here(mut start: StartAttempt, launched: &LaunchedRank, out: &Path) -
         gpu,
         lease: None,
         job_dir: out.into(),
-        stop_within_secs: stop_within_secs(),
+        stop_within_secs: STOP_WITHIN_SECS,
     })
 }
 

@@ -9,7 +9,7 @@ use lockstep_protocol::{
 };
 use lockstep_worker::{
     checkpoint,
-    rank::{EXIT_FINISHED, RankConfig, stop_within_secs},
+    rank::{EXIT_FINISHED, RankConfig, STOP_WITHIN_SECS},
     supervisor::rank_file,
 };
 use std::{
@@ -57,7 +57,7 @@ async fn a_spare_becomes_the_requested_rank_and_ends_with_its_agent() {
         gpu: Some(gpu.clone()),
         lease: None,
         job_dir: folder.path().join("job"),
-        stop_within_secs: stop_within_secs(),
+        stop_within_secs: STOP_WITHIN_SECS,
     };
     fs::create_dir_all(config.attempt_dir()).expect("a folder");
     fs::create_dir_all(config.checkpoints_dir()).expect("a folder");

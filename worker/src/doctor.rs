@@ -11,6 +11,7 @@ pub use link::{LinkMeasurement, listen, probe};
 use crate::{
     links,
     local_group::{JoinedGroup, Member},
+    planning::gigabytes,
 };
 use lockstep_host::{
     cores, cpu_name,
@@ -62,7 +63,8 @@ fn ok(what: &str, found: impl Into<String>) -> Finding {
     Finding { what: what.into(), grade: Grade::Ok, found: found.into(), advice: None }
 }
 
-fn finding(what: &str, grade: Grade, found: impl Into<String>, advice: &str) -> Finding {
+/// A finding with advice.
+pub fn finding(what: &str, grade: Grade, found: impl Into<String>, advice: impl Into<String>) -> Finding {
     Finding { what: what.into(), grade, found: found.into(), advice: Some(advice.into()) }
 }
 
@@ -106,17 +108,13 @@ fn simd() -> Finding {
 
 fn memory() -> Finding {
     let (free, total) = memory_free();
-    let found = format!("{} free of {}", gib(free), gib(total));
+    let found = format!("{} free of {}", gigabytes(free as f64), gigabytes(total as f64));
     if free < MIN_FREE_MEMORY {
-        let advice = "A rank of ResNet-50 at batch 32 needs about 2 GiB: stop other programs, or train a smaller \
+        let advice = "A rank of ResNet-50 at batch 32 needs about 2 GB: stop other programs, or train a smaller \
                       network.";
         return finding("memory", Grade::Problem, found, advice);
     }
     ok("memory", found)
-}
-
-fn gib(bytes: u64) -> String {
-    format!("{:.1} GiB", bytes as f64 / GIB as f64)
 }
 
 fn disk(dir: &Path) -> Finding {
@@ -126,7 +124,7 @@ fn disk(dir: &Path) -> Finding {
         return finding("disk", Grade::Problem, format!("{shown} cannot be written: {error}"), advice);
     }
     let free = disk_free(dir).unwrap_or(0);
-    let found = format!("{} free in {shown}", gib(free));
+    let found = format!("{} free in {shown}", gigabytes(free as f64));
     if free < MIN_FREE_DISK {
         return finding("disk", Grade::Note, found, "Free some space, or lower checkpoint.keep.");
     }
@@ -134,18 +132,13 @@ fn disk(dir: &Path) -> Finding {
 }
 
 fn shared_memory() -> Finding {
-    match rustix::fs::statvfs("/dev/shm") {
-        Ok(s) if s.f_blocks * s.f_frsize < MIN_SHM => {
-            let advice =
-                "NCCL uses /dev/shm between GPUs of one machine. Enlarge it: docker run --shm-size=1g.";
-            finding("/dev/shm", Grade::Note, gib(s.f_blocks * s.f_frsize), advice)
-        }
-        Ok(s) => ok("/dev/shm", gib(s.f_blocks * s.f_frsize)),
-        Err(error) => {
-            let advice = "NCCL uses /dev/shm between GPUs of one machine. Mount a tmpfs at /dev/shm.";
-            finding("/dev/shm", Grade::Note, error.to_string(), advice)
-        }
-    }
+    let (found, what_to_do) = match rustix::fs::statvfs("/dev/shm").map(|s| s.f_blocks * s.f_frsize) {
+        Ok(bytes) if bytes >= MIN_SHM => return ok("/dev/shm", gigabytes(bytes as f64)),
+        Ok(bytes) => (gigabytes(bytes as f64), "Enlarge it: docker run --shm-size=1g."),
+        Err(error) => (error.to_string(), "Mount a tmpfs at /dev/shm."),
+    };
+    let advice = format!("NCCL uses /dev/shm between GPUs of one machine. {what_to_do}");
+    finding("/dev/shm", Grade::Note, found, advice)
 }
 
 fn open_files() -> Finding {

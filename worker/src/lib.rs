@@ -20,6 +20,6 @@ pub mod tls;
 pub mod train;
 
 #[cfg(test)]
-mod test_script;
+mod testkit;
 #[cfg(test)]
 mod toy;

@@ -10,7 +10,7 @@ mod spare;
 #[cfg(test)]
 mod tests;
 
-pub use config::{KILLED_AFTER_SECS, RankConfig, TO_LEAVE_SECS, stop_within_secs};
+pub use config::{KILLED_AFTER_SECS, RankConfig, STOP_WITHIN_SECS, TO_LEAVE_SECS};
 pub use spare::run_spare;
 
 use crate::{

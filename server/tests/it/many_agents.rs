@@ -37,7 +37,7 @@ fn hello(number: usize, attempts: Vec<AttemptRef>) -> FromAgent {
 /// Reports that the agent's ranks have succeeded.
 async fn report_end(agent: &mut Agent, start: &StartAttempt) {
     let attempt = &start.attempt;
-    if start.ranks.iter().any(|(rank, _)| *rank == 0) {
+    if start.has_rank_0() {
         let (source, events) = (Source::Rank(0), vec![running(10, 0)]);
         agent.send(FromAgent::Report { attempt: attempt.clone(), source, first: 0, events }).await;
     }

@@ -1,7 +1,7 @@
 //! Assesses measurements between machines for a job on these machines, with advice.
 
 use super::examined::{ExaminedMachine, Pair};
-use lockstep_worker::doctor::{Finding, Grade, LinkMeasurement};
+use lockstep_worker::doctor::{Finding, Grade, LinkMeasurement, finding};
 
 /// Speed in bytes per second below which all-reduces take longer than most steps, so that several machines are not faster than one. A
 /// gigabit link transfers about 117 million bytes of TCP data per second.
@@ -18,10 +18,6 @@ pub(super) const MAX_ROUND_TRIP_MS: f64 = 1.0;
 /// and from about a minute, certificates may be rejected.
 const CLOCK_NOTE_MS: f64 = 1_000.0;
 const CLOCK_PROBLEM_MS: f64 = 60_000.0;
-
-pub(super) fn finding(what: &str, grade: Grade, found: String, advice: impl Into<String>) -> Finding {
-    Finding { what: what.into(), grade, found, advice: Some(advice.into()) }
-}
 
 /// Compares the versions that must be equal on two machines.
 pub(super) fn version_findings(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding> {

@@ -7,7 +7,7 @@ use super::{
         output, usage_error,
     },
     Args,
-    assessment::{self, MAX_ROUND_TRIP_MS, SLOW_BYTES_PER_SECOND, finding},
+    assessment::{self, MAX_ROUND_TRIP_MS, SLOW_BYTES_PER_SECOND},
     describe_all_reduces,
     examined::{ExaminedMachine, Pair},
     fail_if_any, grade_label,
@@ -15,7 +15,7 @@ use super::{
     remote::{NoGreeting, Remote},
 };
 use lockstep_protocol::numbers::plural;
-use lockstep_worker::doctor::{AllGatherResult, Finding, Grade, LinkMeasurement};
+use lockstep_worker::doctor::{AllGatherResult, Finding, Grade, LinkMeasurement, finding};
 use serde::Serialize;
 use std::{
     net::SocketAddr,

@@ -200,10 +200,8 @@ fn host() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rendezvous::{
-        Store,
-        loopback::{rendezvous_config, unused_port},
-    };
+    use crate::rendezvous::loopback::on_joined_ranks;
+    use std::time::Duration;
 
     /// Also passes on machines with GPUs, because two ranks cannot share memory on the same GPU.
     #[test]
@@ -220,22 +218,13 @@ mod tests {
     }
 
     fn reasons(permission: [Result<(), String>; 2]) -> Vec<String> {
-        let port = unused_port();
-        std::thread::scope(|scope| {
-            let ranks: Vec<_> = (0..)
-                .zip(permission)
-                .map(|(rank, permission)| {
-                    scope.spawn(move || {
-                        let store = Store::join(rendezvous_config(port, rank, 2)).unwrap();
-                        let exchange = Exchange::Store(&store, store.config().timeout);
-                        let peers = Peers::connect(exchange, "test", 0, 4096, permission).unwrap();
-                        // The store closes when rank 0 drops it.
-                        store.barrier("done").unwrap();
-                        peers.unwrap_err()
-                    })
-                })
-                .collect();
-            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        on_joined_ranks(2, Duration::ZERO, |store| {
+            let permission = permission[store.config().rank as usize].clone();
+            let exchange = Exchange::Store(&store, store.config().timeout);
+            let peers = Peers::connect(exchange, "test", 0, 4096, permission).unwrap();
+            // The store closes when rank 0 drops it.
+            store.barrier("done").unwrap();
+            peers.unwrap_err()
         })
     }
 }

@@ -184,14 +184,20 @@ pub(super) mod check {
             );
         }
         let (input_len, output_len) = (input.len() as u128, output.len() as u128);
-        if input_len * u128::from(output_parts) != output_len * u128::from(input_parts)
-            || !input_len.is_multiple_of(input_parts.into())
-        {
+        if !input_len.is_multiple_of(input_parts.into()) {
             return invalid(
                 operation,
                 format!(
-                    "an input of {input_len} values does not fit an output of {output_len}: the input has {input_parts} equal parts, the \
-                     output has {output_parts}"
+                    "an input of {input_len} values cannot be divided into {input_parts} equal parts, one for each rank"
+                ),
+            );
+        }
+        let required_len = input_len / u128::from(input_parts) * u128::from(output_parts);
+        if output_len != required_len {
+            return invalid(
+                operation,
+                format!(
+                    "an input of {input_len} values requires an output of {required_len}, not {output_len}"
                 ),
             );
         }

@@ -255,20 +255,15 @@ impl PostedSteps {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rendezvous::loopback::{rendezvous_config, unused_port};
+    use crate::rendezvous::loopback::on_joined_ranks;
     use std::sync::mpsc;
 
     const MAX_WAIT: Duration = Duration::from_secs(20);
 
     #[test]
     fn waiting_ranks_name_the_rank_that_is_behind() {
-        let port = unused_port();
         let (sender, receiver) = mpsc::channel();
-        let store = |rank| Arc::new(Store::join(rendezvous_config(port, rank, 3)).unwrap());
-        let stores: Vec<_> = std::thread::scope(|scope| {
-            let joining: Vec<_> = (0..3).map(|rank| scope.spawn(move || store(rank))).collect();
-            joining.into_iter().map(|thread| thread.join().unwrap()).collect()
-        });
+        let stores = on_joined_ranks(3, Duration::ZERO, |store| store);
         let watchdogs: Vec<_> = stores
             .iter()
             .map(|store| {

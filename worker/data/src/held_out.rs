@@ -205,7 +205,7 @@ mod tests {
     use super::*;
     use crate::{
         loader::DataSource,
-        test_catalog::{listing, open},
+        test_catalog::{listing, open, repository},
     };
     use std::{
         collections::{BTreeMap, BTreeSet},
@@ -372,9 +372,9 @@ mod tests {
 
     #[test]
     fn pictures_that_another_division_trained_on_are_counted() {
-        let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../assets/fashion-mnist"));
-        let source = DataSource::open(path, &spec(0.1, 0), 7).unwrap();
-        let set = validation_set(path, &spec(0.1, 0)).unwrap();
+        let path = repository("assets/fashion-mnist");
+        let source = DataSource::open(&path, &spec(0.1, 0), 7).unwrap();
+        let set = validation_set(&path, &spec(0.1, 0)).unwrap();
         assert!(set.is_some() && source.shape.validation == set, "{set:?}");
         let count_foreign = |fraction, seed| {
             let divisions =

@@ -117,7 +117,7 @@ impl Listing {
     /// A picture's name (as in [`Listing::name`], but relative to the dataset), its size in bytes, and the hash of its content.
     pub(super) fn identity(&self, index: usize) -> (PathBuf, u64, u64) {
         let row = &self.rows[index];
-        (self.containers[row.container as usize].path.join(self.name_in_container(index)), row.size, row.hash)
+        (self.container(index).path.join(self.name_in_container(index)), row.size, row.hash)
     }
 
     /// The hash of the picture's bytes.
@@ -127,8 +127,8 @@ impl Listing {
 
     /// The name of the picture's file. `None` if the picture is part of a shard.
     pub(super) fn file_name(&self, index: usize) -> Option<&OsStr> {
-        let container = &self.containers[self.rows[index].container as usize];
-        matches!(container.kind, ContainerKind::Folder).then(|| self.name_in_container(index))
+        let is_file = matches!(self.container(index).kind, ContainerKind::Folder);
+        is_file.then(|| self.name_in_container(index))
     }
 
     /// The picture's bytes, still encoded.
@@ -136,14 +136,11 @@ impl Listing {
     /// # Errors
     /// [`DataError::File`]: the picture cannot be read, or differs from the index.
     pub(crate) fn read(&self, index: usize) -> Result<Vec<u8>, DataError> {
-        let row = &self.rows[index];
-        let container = &self.containers[row.container as usize];
-        let found = match &container.kind {
+        let (row, Container { path, kind }) = (&self.rows[index], self.container(index));
+        let found = match kind {
             ContainerKind::Folder => read_file(&self.path(index), row),
-            ContainerKind::Tar(stamp) => read_member(row, &self.root.join(&container.path), *stamp),
-            ContainerKind::Parquet(stamp, file) => {
-                read_row(row, &self.root.join(&container.path), *stamp, file)
-            }
+            ContainerKind::Tar(stamp) => read_member(row, &self.root.join(path), *stamp),
+            ContainerKind::Parquet(stamp, file) => read_row(row, &self.root.join(path), *stamp, file),
         };
         found.map_err(|detail| {
             if let Some(cache) = &self.folder_cache {
@@ -163,14 +160,15 @@ impl Listing {
         let rows = &self.rows[first..first + count];
         let run = || -> Option<Vec<Vec<u8>>> {
             let (first_row, last_row) = (rows.first()?, rows.last()?);
-            let container = &self.containers[first_row.container as usize];
-            let ContainerKind::Parquet(stamp, known) = &container.kind else { return None };
+            let Container { path, kind: ContainerKind::Parquet(stamp, known) } = self.container(first) else {
+                return None;
+            };
             // Rows that are not pictures may lie in between.
             let length = last_row.offset.checked_sub(first_row.offset)?.checked_add(1)?;
             if first_row.container != last_row.container || length > 2 * count as u64 {
                 return None;
             }
-            let (file, current) = open(&self.root.join(&container.path)).ok()?;
+            let (file, current) = open(&self.root.join(path)).ok()?;
             let read = known.read_run(file, current.size, first_row.offset, length).ok()?;
             let unchanged_bytes = |row: &Row| {
                 let bytes = read.get((row.offset - first_row.offset) as usize)?.clone()?;
@@ -218,9 +216,12 @@ impl Listing {
         OsStr::from_bytes(&self.names[begin as usize..self.rows[index].name_end as usize])
     }
 
+    fn container(&self, index: usize) -> &Container {
+        &self.containers[self.rows[index].container as usize]
+    }
+
     fn path(&self, index: usize) -> PathBuf {
-        let container = &self.containers[self.rows[index].container as usize];
-        self.root.join(&container.path).join(self.name_in_container(index))
+        self.root.join(&self.container(index).path).join(self.name_in_container(index))
     }
 }
 

@@ -7,12 +7,12 @@ use std::{io::Read, path::Path};
 
 pub(super) use decode::{Decoder, is_plain_jpeg};
 pub(super) use resize::{Area, Region, Resize};
-pub use weights::ScaleTable;
+pub use scale_table::ScaleTable;
 
 pub(super) mod decode;
 pub(super) mod jpeg;
 mod resize;
-mod weights;
+mod scale_table;
 mod whole;
 
 /// The supported formats, for messages.

@@ -6,8 +6,7 @@
 use super::random::Random;
 use std::ops::Range;
 
-/// Purpose number of the random stream, which is a key of the stream besides the seed: streams with the same seed and different
-/// purposes differ.
+/// Purpose number of the random stream. It is a key of the stream besides the seed, so streams for different purposes differ.
 const SHUFFLE: u64 = 1;
 
 /// The batches of an epoch that a rank requests.

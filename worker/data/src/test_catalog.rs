@@ -3,7 +3,16 @@
 use crate::{Catalog, DataError, Samples, Split, index::IndexStore, listing::Listing};
 use image::{ImageFormat, RgbImage};
 use serde_json::Value;
-use std::{fs, io::Cursor, path::Path};
+use std::{
+    fs,
+    io::Cursor,
+    path::{Path, PathBuf},
+};
+
+/// The path of a file of this repository.
+pub(crate) fn repository(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
+}
 
 pub(crate) fn open(path: &Path) -> Result<Catalog, DataError> {
     Catalog::open_with(path, &IndexStore::at(Path::new("/nowhere"), usize::MAX))
@@ -19,6 +28,16 @@ pub(crate) fn listing(split: &Split) -> &Listing {
 /// All files that were left out, with the reasons.
 pub(crate) fn broken(catalog: &Catalog) -> Vec<String> {
     catalog.all_broken().map(ToString::to_string).collect()
+}
+
+/// Fails unless exactly these members of `container` were left out, each with a reason that begins with the given text.
+pub(crate) fn assert_broken(catalog: &Catalog, container: &str, expected: &[(&str, &str)]) {
+    let messages = broken(catalog);
+    for (member, reason) in expected {
+        let expected = format!("{container}/{member} {reason}");
+        assert!(messages.iter().any(|text| text.contains(&expected)), "{expected} is not in {messages:#?}");
+    }
+    assert_eq!(messages.len(), expected.len(), "{messages:#?}");
 }
 
 /// Compares all samples with the samples that `expected.json` in `fixtures` lists as `part`. `is_named` tells whether a name is a

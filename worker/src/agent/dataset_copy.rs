@@ -4,27 +4,23 @@
 mod cache;
 mod list;
 mod pull;
-mod size;
 
 pub(super) use cache::Copies;
 
 use super::{
     AgentError, Options,
     preflight::Refusal,
-    remote::{Remote, RequestError},
+    remote::{RETRY, Remote, RequestError},
     state_dir::StoredAttempt,
 };
-use lockstep_protocol::{agent::ANEW_BYTES, backoff::Backoff};
+use lockstep_protocol::agent::ANEW_BYTES;
 use reqwest::StatusCode;
 use std::{
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
 };
 
-/// Pauses between two tries to copy a dataset.
-const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(20));
 /// Maximum number of times that a copy is restarted because the dataset has changed meanwhile, or because data arrived damaged.
 const MAX_RESTARTS: u32 = 3;
 /// Maximum number of consecutive tries in which the server responds but no new data arrives.

@@ -6,7 +6,7 @@ use super::{
         Refusal,
         dataset::{describe_difference, read_note},
     },
-    remote::{AttemptClient, Remote, RequestError},
+    remote::{AttemptClient, RETRY, Remote, RequestError},
     state_dir::StoredAttempt,
 };
 use crate::checkpoint::{self, CheckpointError, MANIFEST, Manifest};
@@ -16,10 +16,8 @@ use std::{
     fs::{self, File},
     io::{self, Write},
     path::{Path, PathBuf},
-    time::Duration,
 };
 
-const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(20));
 /// Maximum number of times that a checkpoint with wrong checksums is fetched again.
 const MAX_REFETCHES: u32 = 3;
 
@@ -69,12 +67,12 @@ pub(super) async fn fetch_missing(stored: &StoredAttempt, remote: &Remote) -> Re
             .map_err(|e| refusal(remote, &FetchError::Disk(path, e)))?;
     }
     // Rank 0 reads checkpoints, and sends their contents to the other ranks.
-    if !start.ranks.iter().any(|(rank, _)| *rank == 0) {
+    if !start.has_rank_0() {
         return Ok(());
     }
     if let Some(name) = &start.resume {
         let id = format!("{}-{name}", start.attempt.job);
-        ensure_checkpoint(stored, remote, &id, &stored.job_dir.join("checkpoints").join(name)).await
+        ensure_checkpoint(stored, remote, &id, &stored.checkpoints_dir().join(name)).await
     } else if let Some(id) = &start.files.pretrained {
         ensure_checkpoint(stored, remote, id, &pretrained_dir(&stored.job_dir, id)).await
     } else {

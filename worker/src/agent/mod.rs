@@ -21,6 +21,7 @@ mod salvage;
 mod sampling;
 mod session;
 mod signals;
+mod size;
 mod slots;
 mod socket;
 mod spares;

@@ -59,8 +59,7 @@ pub(super) fn choose_job_dir(
     if let Some(id) = &start.files.pretrained {
         start.spec.model.pretrained = Some(pretrained_dir(&job_dir, id).to_string_lossy().into_owned());
     }
-    let has_rank_0 = start.ranks.iter().any(|(rank, _)| *rank == 0);
-    let note = OwnDiskNote { attempt: start.attempt.clone(), has_rank_0 };
+    let note = OwnDiskNote { attempt: start.attempt.clone(), has_rank_0: start.has_rank_0() };
     let stored = StoredAttempt { start, job_dir };
     let created = fs::create_dir_all(stored.attempt_dir()).and_then(|()| note.write(&stored.job_dir));
     (stored, created)

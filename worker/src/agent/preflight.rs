@@ -3,7 +3,10 @@
 
 pub(super) mod dataset;
 
-use super::state_dir::StoredAttempt;
+use super::{
+    size::{megabytes_down, megabytes_up},
+    state_dir::StoredAttempt,
+};
 use lockstep_engine::{SharedMemory, net, registry, slots};
 use lockstep_host::{gpu::RankGpu, usage::disk_free};
 use lockstep_protocol::spec::JobSpec;
@@ -46,8 +49,8 @@ pub(super) fn check(
     match disk_free(Path::new("/dev/shm")) {
         Ok(free) if free < bytes => Err(Refusal::SharedMemoryTooSmall(format!(
             "/dev/shm has {} free, and {ranks} ranks of {library} need {}; in a container raise --shm-size",
-            megabytes(free),
-            megabytes(bytes)
+            megabytes_down(free),
+            megabytes_up(bytes)
         ))),
         _ => Ok(()),
     }
@@ -62,8 +65,7 @@ fn check_disk(stored: &StoredAttempt, spec: &JobSpec) -> Result<(), String> {
     // Weights, the slots of the optimizer, and possibly an average, in float32.
     let tensors = 1 + slots(spec.train.optimizer).len() + usize::from(spec.train.ema_decay > 0.0);
     let checkpoint_bytes = values as u64 * 4 * tensors as u64;
-    let existing =
-        crate::checkpoint::list(&stored.job_dir.join("checkpoints")).map_or(0, |all| all.len() as u64);
+    let existing = crate::checkpoint::list(&stored.checkpoints_dir()).map_or(0, |all| all.len() as u64);
     // The checkpoints to keep, the best checkpoint, and the checkpoint that is being written.
     let missing = (u64::from(spec.checkpoint.keep.max(2)) + 2).saturating_sub(existing).max(2);
     let needed = checkpoint_bytes * missing + OTHER_BYTES;
@@ -72,14 +74,10 @@ fn check_disk(stored: &StoredAttempt, spec: &JobSpec) -> Result<(), String> {
             "the disk of {} has {} free, and the job needs {} ({missing} checkpoints of {}); free some space or lower \
              checkpoint.keep, and retry the job",
             stored.job_dir.display(),
-            megabytes(free),
-            megabytes(needed),
-            megabytes(checkpoint_bytes)
+            megabytes_down(free),
+            megabytes_up(needed),
+            megabytes_up(checkpoint_bytes)
         )),
         _ => Ok(()),
     }
-}
-
-fn megabytes(bytes: u64) -> String {
-    format!("{:.0} MB", bytes as f64 / 1e6)
 }

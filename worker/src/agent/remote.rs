@@ -1,11 +1,16 @@
 //! The server's REST interface for agents with their own disk.
 
 use super::address::Address;
-use lockstep_protocol::agent::{AttemptRef, DatasetParts, UploadState, WhatIsNeeded};
+use lockstep_protocol::{
+    agent::{AttemptRef, DatasetParts, UploadState, WhatIsNeeded},
+    backoff::Backoff,
+};
 use reqwest::{Client, Method, RequestBuilder, Response, StatusCode, header};
 use serde_json::Value;
 use std::{sync::Arc, time::Duration};
 
+/// Pauses between two tries to fetch a file.
+pub(super) const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(20));
 /// Time limit for a response to begin. The server may first verify the checksums of a whole checkpoint.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(150);
 /// Time limit for the next bytes of a response.

@@ -38,6 +38,10 @@ impl StoredAttempt {
     pub fn attempt_dir(&self) -> PathBuf {
         self.job_dir.join("attempts").join(self.start.attempt.folder_name())
     }
+
+    pub fn checkpoints_dir(&self) -> PathBuf {
+        self.job_dir.join("checkpoints")
+    }
 }
 
 impl StateDir {
@@ -231,6 +235,7 @@ fn pid_in(lock: &File) -> Option<i32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testkit::wait_until;
 
     /// The server's database was restored, and the server uses the attempt's number again.
     #[test]
@@ -282,11 +287,7 @@ mod tests {
         assert_eq!(state_dir.server_holds_lock(), None);
         drop(state_dir);
         // A process forked by another test may still hold the lock, until it executes another program.
-        let since = std::time::Instant::now();
-        while running_agent(dir.path()).is_some() {
-            assert!(since.elapsed().as_secs() < 10, "the folder is still locked");
-            std::thread::sleep(std::time::Duration::from_millis(5));
-        }
+        wait_until("the folder is still locked", || running_agent(dir.path()).is_none());
         assert_eq!(StateDir::open(dir.path()).unwrap().agent_id(), id);
     }
 }

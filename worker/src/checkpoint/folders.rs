@@ -74,10 +74,17 @@ pub fn set_aside(folder: &Path) -> Result<(), CheckpointError> {
     fs::rename(folder, &aside).map_err(at(folder))
 }
 
+/// The folders of incomplete checkpoints, which are being written, or whose writers were killed.
+fn incomplete(directory: &Path) -> impl Iterator<Item = PathBuf> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    entries
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with(TEMPORARY))
+        .map(|entry| entry.path())
+}
+
 /// Whether an incomplete checkpoint exists, because it is being written or its writer was killed.
 pub fn is_being_written(directory: &Path) -> bool {
-    let is_incomplete = |entry: fs::DirEntry| entry.file_name().to_string_lossy().starts_with(TEMPORARY);
-    fs::read_dir(directory).is_ok_and(|entries| entries.flatten().any(is_incomplete))
+    incomplete(directory).next().is_some()
 }
 
 /// Removes incomplete checkpoints of writers that were killed.
@@ -85,14 +92,7 @@ pub fn is_being_written(directory: &Path) -> bool {
 /// # Errors
 /// A folder cannot be removed.
 pub fn remove_leftovers(directory: &Path) -> Result<(), CheckpointError> {
-    let Ok(entries) = fs::read_dir(directory) else { return Ok(()) };
-    for entry in entries.flatten() {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        if name.starts_with(TEMPORARY) {
-            fs::remove_dir_all(entry.path()).map_err(at(&entry.path()))?;
-        }
-    }
-    Ok(())
+    incomplete(directory).try_for_each(|folder| fs::remove_dir_all(&folder).map_err(at(&folder)))
 }
 
 /// Removes a checkpoint. The folder is renamed first, so that a partly removed checkpoint is never visible.

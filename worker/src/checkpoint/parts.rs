@@ -11,28 +11,18 @@ use super::{
 };
 use lockstep_host::{files, tensors::NamedTensors};
 use lockstep_protocol::checkpoint_files;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
+use serde_json::json;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     io,
     path::{Path, PathBuf},
 };
 
-#[derive(Serialize)]
+/// The part of an index that is read.
+#[derive(Deserialize)]
 struct Index {
-    metadata: IndexMetadata,
-    #[serde(flatten)]
-    map: WeightMap,
-}
-
-#[derive(Serialize)]
-struct IndexMetadata {
-    /// The size of all tensors in bytes.
-    total_size: u64,
-}
-
-#[derive(Serialize, Deserialize)]
-struct WeightMap {
+    /// The file of each tensor.
     weight_map: BTreeMap<String, String>,
 }
 
@@ -50,7 +40,7 @@ pub(super) fn write_indexes(folder: &Path, files: &mut Files) -> Result<(), Chec
         if !weight_map.is_empty() {
             let name = checkpoint_files::index_name(kind);
             let path = folder.join(&name);
-            let index = Index { metadata: IndexMetadata { total_size }, map: WeightMap { weight_map } };
+            let index = json!({"metadata": {"total_size": total_size}, "weight_map": weight_map});
             files.insert(name, tensors::write_json(&path, &index).map_err(at(&path))?);
         }
     }
@@ -69,8 +59,8 @@ pub fn files_of(folder: &Path, kind: &str) -> Result<Vec<PathBuf>, String> {
     }
     let invalid_index = |detail: String| format!("{}: {detail}", index.display());
     let json = files::read(&index, HEADER_BYTES).map_err(|detail| format!("{} {detail}", index.display()))?;
-    let map: WeightMap = serde_json::from_slice(&json).map_err(|e| invalid_index(e.to_string()))?;
-    let names = BTreeSet::from_iter(map.weight_map.into_values());
+    let found: Index = serde_json::from_slice(&json).map_err(|e| invalid_index(e.to_string()))?;
+    let names = BTreeSet::from_iter(found.weight_map.into_values());
     match names.iter().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
         Some(name) => Err(invalid_index(format!("it names {name:?}, which is not a plain file name"))),
         None if names.is_empty() => Err(invalid_index("it names no file".into())),

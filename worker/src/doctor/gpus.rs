@@ -1,6 +1,7 @@
 //! The doctor's findings about GPUs.
 
-use super::{Finding, Grade, finding, gib, ok};
+use super::{Finding, Grade, finding, ok};
+use crate::planning::gigabytes;
 use lockstep_engine::nvjpeg;
 use lockstep_host::gpu::{
     devices::{self, Gpu, Link},
@@ -67,8 +68,8 @@ fn driver_finding(description: Option<&str>) -> Finding {
 fn gpu_finding(gpu: &Gpu) -> Finding {
     let Gpu { index, uuid, name, memory_bytes, memory_used_bytes, pci, is_divided } = gpu;
     let what = format!("GPU {index}");
-    let used = gib(*memory_used_bytes);
-    let found = format!("{name}, {used} in use of {}, {pci}, {uuid}", gib(*memory_bytes));
+    let [used, total] = [memory_used_bytes, memory_bytes].map(|bytes| gigabytes(*bytes as f64));
+    let found = format!("{name}, {used} in use of {total}, {pci}, {uuid}");
     if *is_divided {
         let advice = "This GPU is divided (MIG), and Lockstep uses only undivided GPUs: `nvidia-smi -mig 0` as root ends the division.";
         return finding(&what, Grade::Note, found, advice);
@@ -143,12 +144,12 @@ fn library_finding(
         // One GPU does not need NCCL.
         let needed = Library::needed(u32::try_from(gpu_count).unwrap_or(u32::MAX)).contains(&which);
         let grade = if needed { Grade::Problem } else { Grade::Note };
-        return finding(which.name(), grade, "not found", &which.advice());
+        return finding(which.name(), grade, "not found", which.advice());
     };
     let path = library.path.display();
     let version = match library.version() {
         Ok(version) => version,
-        Err(error) => return finding(which.name(), Grade::Problem, error, &which.advice()),
+        Err(error) => return finding(which.name(), Grade::Problem, error, which.advice()),
     };
     let found = match which {
         Library::Driver => format!("supports CUDA {version}: {path}"),

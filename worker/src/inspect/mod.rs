@@ -215,41 +215,35 @@ mod tests {
         QUEUES[queue as usize].acquire_many(MAX_CONCURRENT_REQUESTS as u32).await.unwrap()
     }
 
+    /// The reply to a request to a program that only fails. The request must not wait for other requests.
+    async fn reply_soon(message: &AgentRequest) -> Result<AgentReply, String> {
+        let responding = request(Path::new("/bin/false"), message);
+        tokio::time::timeout(Duration::from_secs(30), responding).await.expect("the request is not delayed")
+    }
+
     #[tokio::test]
     async fn short_requests_do_not_wait_for_long_ones_or_predictions() {
         let _evaluations = fill(RequestQueue::Long).await;
         let predictions = fill(RequestQueue::Predictions).await;
         let folder = env!("CARGO_MANIFEST_DIR");
         let paths = vec![folder.to_owned(), format!("{folder}/nothing"), format!("{folder}/Cargo.toml")];
-        let reply = request(Path::new("/bin/false"), &AgentRequest::HasFiles { paths }).await;
+        let reply = reply_soon(&AgentRequest::HasFiles { paths }).await;
         assert_eq!(reply, Ok(AgentReply::Files { there: vec![true, false, true] }));
         let pick = Pick::Stored { split: "train".into(), class: None, shuffle: None, offset: 0, limit: 1 };
         let message = AgentRequest::Samples { path: folder.into(), pick, allowed: None };
-        let responding = request(Path::new("/bin/false"), &message);
-        let response = tokio::time::timeout(Duration::from_secs(30), responding)
-            .await
-            .expect("the request is not delayed");
-        assert!(response.unwrap_err().contains("ended with"), "the program only fails");
+        assert!(reply_soon(&message).await.unwrap_err().contains("ended with"), "the program only fails");
         // Predictions do not wait for other requests either.
         drop(predictions);
         let _short = fill(RequestQueue::Short).await;
         let message = AgentRequest::Predict { model: folder.into(), pictures: Vec::new(), embed: false };
-        let predicting = request(Path::new("/bin/false"), &message);
-        let response = tokio::time::timeout(Duration::from_secs(30), predicting)
-            .await
-            .expect("the request is not delayed");
-        assert!(response.unwrap_err().contains("ended with"));
+        assert!(reply_soon(&message).await.unwrap_err().contains("ended with"));
     }
 
     #[tokio::test]
     async fn concurrent_progress_requests_do_not_wait() {
         let _hanging = PROGRESS.acquire().await.unwrap();
         let message = AgentRequest::InspectProgress { path: "/nothing there".into() };
-        let responding = request(Path::new("/bin/false"), &message);
-        let response = tokio::time::timeout(Duration::from_secs(30), responding)
-            .await
-            .expect("the request is not delayed");
-        assert_eq!(response, Ok(AgentReply::Progress { inspected: None }));
+        assert_eq!(reply_soon(&message).await, Ok(AgentReply::Progress { inspected: None }));
     }
 
     #[test]
@@ -257,7 +251,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let run_script = |body: &str| {
             let program = dir.path().join("program");
-            crate::test_script::write_script(&program, body);
+            crate::testkit::write_script(&program, body);
             let (sender, receiver) = std::sync::mpsc::channel();
             std::thread::spawn(move || {
                 let message = AgentRequest::Fingerprint { path: "/data".into(), has_begun: false };

@@ -180,7 +180,6 @@ mod tests {
         assert_eq!(check(&[&large, &large, &large, &large, &b"no picture".to_vec()]), Ok(()));
         let why = check(&[&large, &large, &large, &large, &small]).unwrap_err();
         assert!(why.contains("have 268435457 pixels") && why.contains("at most 268435456"), "{why}");
-        use base64::Engine as _;
         let content = base64::engine::general_purpose::STANDARD.encode(&large);
         let pictures = vec![NamedPicture { name: "large".into(), content }; 5];
         // Checked before the model, which does not exist, is opened.

@@ -29,10 +29,7 @@ pub struct RankConfig {
 
 /// The default of [`RankConfig::stop_within_secs`]: the usual time between SIGTERM and SIGKILL (Slurm and Kubernetes:
 /// 30 s), minus [`TO_LEAVE_SECS`].
-pub fn stop_within_secs() -> u32 {
-    KILLED_AFTER_SECS - TO_LEAVE_SECS
-}
-
+pub const STOP_WITHIN_SECS: u32 = KILLED_AFTER_SECS - TO_LEAVE_SECS;
 /// Time from SIGTERM to SIGKILL: the default of Slurm's KillWait and of Kubernetes' terminationGracePeriodSeconds.
 pub const KILLED_AFTER_SECS: u32 = 30;
 /// The part of [`KILLED_AFTER_SECS`] that is reserved for ranks to exit, and for their agent to report their end.

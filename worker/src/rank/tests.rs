@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::{checkpoint, supervisor::configs, toy, train::tests::write_dataset};
+use lockstep_comm::rendezvous::loopback::on_joined_ranks;
 use lockstep_host::{gpu::RankGpu, tensors::NamedTensors};
 use lockstep_protocol::{
     agent::{AllowedFolders, StartAttempt},
@@ -114,20 +115,13 @@ fn unencrypted_traffic_is_reported_with_advice() {
 
 #[test]
 fn ranks_of_different_backends_are_refused_with_the_rank() {
-    use lockstep_comm::rendezvous::loopback::{rendezvous_config, unused_port};
-    let port = unused_port();
-    let errors: Vec<String> = std::thread::scope(|scope| {
-        let ranks = [(0, "cuda"), (1, "cuda"), (2, "cpu")].map(|(rank, backend)| {
-            scope.spawn(move || {
-                let store = Store::join(rendezvous_config(port, rank, 3)).unwrap();
-                let refused = check_backends(&store, backend).unwrap_err();
-                // The store closes when rank 0 drops it.
-                store.barrier("done").unwrap();
-                assert!(!refused.is_retriable());
-                refused.to_string()
-            })
-        });
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    let errors = on_joined_ranks(3, Duration::ZERO, |store| {
+        let backend = ["cuda", "cuda", "cpu"][store.config().rank as usize];
+        let refused = check_backends(&store, backend).unwrap_err();
+        // The store closes when rank 0 drops it.
+        store.barrier("done").unwrap();
+        assert!(!refused.is_retriable());
+        refused.to_string()
     });
     assert!(errors[0].starts_with("rank 2 computes with cpu and rank 0 with cuda"), "{}", errors[0]);
     assert!(errors.iter().all(|error| *error == errors[0]));

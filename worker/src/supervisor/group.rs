@@ -233,6 +233,7 @@ mod tests {
         },
         *,
     };
+    use crate::testkit::wait_until;
     use rustix::process::{Pid, kill_process};
     use std::process::Command;
 
@@ -257,11 +258,7 @@ mod tests {
         assert!(!runs(pid), "the drop waits for the rank");
         let (ranks, pid) = sleeping_group(Orphans::Terminate);
         drop(ranks);
-        let until = Instant::now() + Duration::from_secs(20);
-        while runs(pid) {
-            assert!(Instant::now() < until, "the rank was not asked to end");
-            std::thread::yield_now();
-        }
+        wait_until("the rank was not asked to end", || !runs(pid));
         let (ranks, pid) = sleeping_group(Orphans::Stay);
         drop(ranks);
         assert!(runs(pid));
@@ -274,11 +271,10 @@ mod tests {
         ranks.stop(Stop::Kill);
         // A less urgent order is ignored. Otherwise the group would wait for the checkpoint of a killed rank.
         ranks.stop(Stop::Save { within: Duration::from_secs(1000) });
-        let until = Instant::now() + Duration::from_secs(20);
-        while !ranks.has_ended() {
-            assert!(Instant::now() < until, "process {pid} still runs");
+        wait_until(&format!("process {pid} still runs"), || {
             ranks.poll();
-        }
+            ranks.has_ended()
+        });
         assert_eq!(ranks.ends().map(|end| end.exit).collect::<Vec<_>>(), [Some(Exit::Signal(9))]);
         assert_eq!(ranks.failure_cause(), None);
         assert!(ranks.is_stopping() && !ranks.is_unkillable());

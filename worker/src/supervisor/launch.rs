@@ -7,7 +7,7 @@ use super::{
     process::{Identity, RankProcess, UnixProcessGroup},
     spare::{self, Spare},
 };
-use crate::rank::{RankConfig, stop_within_secs};
+use crate::rank::{RankConfig, STOP_WITHIN_SECS};
 use lockstep_host::{
     NCCL_INTERFACE_VARIABLE, boot_id, cores, gpu::RankGpu, nccl_variable, with_path, write_atomically,
     write_private,
@@ -69,7 +69,7 @@ pub fn configs(
             gpu: (!devices.is_empty()).then(|| RankGpu { ordinal, visible: devices.to_vec() }),
             lease: lease.map(Path::to_owned),
             job_dir: job_dir.to_owned(),
-            stop_within_secs: stop_within_secs(),
+            stop_within_secs: STOP_WITHIN_SECS,
         })
         .collect()
 }
@@ -168,15 +168,14 @@ mod tests {
         super::{Exit, proc_fs::stat},
         *,
     };
-    use crate::toy;
+    use crate::{testkit::wait_until, toy};
     use lockstep_protocol::{agent::RankNetwork, spec::JobSpec};
     use rustix::process::Signal;
-    use std::time::{Duration, Instant};
 
     /// Writes a shell script that replaces a rank's program: `rank <file> --job ...`.
     fn program(dir: &Path, script: &str) -> PathBuf {
         let path = dir.join("program");
-        crate::test_script::write_script(&path, script);
+        crate::testkit::write_script(&path, script);
         path
     }
 
@@ -188,25 +187,23 @@ mod tests {
     }
 
     fn wait(process: &mut RankProcess) -> Exit {
-        let began = Instant::now();
-        loop {
-            if let Some(exit) = process.poll() {
-                return exit;
-            }
-            assert!(began.elapsed() < Duration::from_secs(20), "the process never ended");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        wait_until("the process never ended", || process.poll().is_some());
+        process.poll().unwrap()
+    }
+
+    /// Starts a rank. Returns how it ended, and what it printed.
+    fn run(program: &Path, config: &RankConfig) -> (Exit, String) {
+        let mut process = RankProcess::start(program, config, None).unwrap();
+        let exit = wait(&mut process);
+        (exit, fs::read_to_string(rank_file(&config.attempt_dir(), 0, "stderr")).unwrap())
     }
 
     #[test]
     fn the_exit_status_and_the_output_are_kept() {
         let dir = tempfile::tempdir().unwrap();
         let config = config(dir.path());
-        let mut process =
-            RankProcess::start(&program(dir.path(), "echo out; echo err >&2; exit 7"), &config, None)
-                .unwrap();
-        assert_eq!(wait(&mut process), Exit::Status(7));
-        let printed = fs::read_to_string(rank_file(&config.attempt_dir(), 0, "stderr")).unwrap();
+        let (exit, printed) = run(&program(dir.path(), "echo out; echo err >&2; exit 7"), &config);
+        assert_eq!(exit, Exit::Status(7));
         assert!(printed.contains("out") && printed.contains("err"), "{printed}");
         // A later supervisor also sees that it has ended.
         assert_eq!(RankProcess::adopt(&config.attempt_dir(), 0).poll(), Some(Exit::Unseen));
@@ -216,21 +213,16 @@ mod tests {
     fn a_gpu_rank_sees_its_attempt_s_gpus_and_finds_libraries() {
         let dir = tempfile::tempdir().unwrap();
         let script = program(dir.path(), "echo \"$CUDA_VISIBLE_DEVICES|$LD_LIBRARY_PATH|$HOME\"");
-        let printed = |config: &RankConfig| {
-            let mut process = RankProcess::start(&script, config, None).unwrap();
-            assert_eq!(wait(&mut process), Exit::Status(0));
-            fs::read_to_string(rank_file(&config.attempt_dir(), 0, "stderr")).unwrap()
-        };
         let mut config = config(dir.path());
         config.gpu = Some(RankGpu { ordinal: 0, visible: vec!["GPU-b".into(), "GPU-a".into()] });
-        let output = printed(&config);
+        let (_, output) = run(&script, &config);
         assert!(output.starts_with("GPU-b,GPU-a|"), "{output}");
         // The rest of the environment is inherited from the launcher.
         let home = std::env::var("HOME").unwrap_or_default();
         assert!(output.trim_end().ends_with(&format!("|{home}")), "{output}");
         // A job on CPU cores gets no GPU.
         config.start.spec.parallel.device = lockstep_protocol::spec::Device::Cpu;
-        assert!(!printed(&config).contains("GPU-b"));
+        assert!(!run(&script, &config).1.contains("GPU-b"));
     }
 
     #[test]
@@ -240,10 +232,7 @@ mod tests {
         let mut config = config(dir.path());
         let device = toy::device("a");
         config.gpu = Some(RankGpu { ordinal: 0, visible: vec![device.clone()] });
-        let mut process = RankProcess::start(&script, &config, None).unwrap();
-        assert_eq!(wait(&mut process), Exit::Status(0));
-        let printed = fs::read_to_string(rank_file(&config.attempt_dir(), 0, "stderr")).unwrap();
-        assert_eq!(printed.trim_end(), device);
+        assert_eq!(run(&script, &config), (Exit::Status(0), format!("{device}\n")));
     }
 
     /// A script that prints whether it was started as a spare process.
@@ -272,7 +261,7 @@ mod tests {
                 "new",
             ),
             // The program was replaced by another version.
-            (|_, _, script| crate::test_script::write_script(script, SPARE_OR_NEW), "new"),
+            (|_, _, script| crate::testkit::write_script(script, SPARE_OR_NEW), "new"),
         ];
         for (change, printed) in cases {
             let dir = tempfile::tempdir().unwrap();
@@ -282,13 +271,9 @@ mod tests {
             change(&mut spare, &mut config, &script);
             let mut process = RankProcess::start(&script, &config, Some(spare)).unwrap();
             let file = |extension| rank_file(&config.attempt_dir(), 0, extension);
-            let began = Instant::now();
-            let mut text = String::new();
-            while text.is_empty() {
-                assert!(began.elapsed() < Duration::from_secs(20), "the rank printed nothing");
-                text = fs::read_to_string(file("stderr")).unwrap();
-            }
-            assert_eq!(text.trim_end(), printed);
+            let output = || fs::read_to_string(file("stderr")).unwrap();
+            wait_until("the rank printed nothing", || !output().is_empty());
+            assert_eq!(output().trim_end(), printed);
             let written: RankConfig = serde_json::from_slice(&fs::read(file("json")).unwrap()).unwrap();
             let expected = if printed == "spare" { Some(gpu.clone()) } else { config.gpu.clone() };
             assert_eq!(written.gpu, expected);
@@ -310,20 +295,18 @@ mod tests {
             if is_file_lost {
                 fs::remove_file(rank_file(&config.attempt_dir(), 0, "pid")).unwrap();
             }
-            let began = Instant::now();
             let mut adopted = RankProcess::adopt(&config.attempt_dir(), 0);
-            // The arguments of a process appear a moment after its start.
-            while is_file_lost && adopted.poll().is_some() && began.elapsed() < Duration::from_secs(20) {
-                adopted = RankProcess::adopt(&config.attempt_dir(), 0);
+            if is_file_lost {
+                // The arguments of a process appear a moment after its start.
+                wait_until("the rank is not found", || {
+                    adopted = RankProcess::adopt(&config.attempt_dir(), 0);
+                    adopted.poll().is_none()
+                });
             }
             assert_eq!(adopted.poll(), None);
             assert!(!adopted.is_suspended());
             adopted.signal(Signal::STOP);
-            let began = Instant::now();
-            while !adopted.is_suspended() {
-                assert!(began.elapsed() < Duration::from_secs(20));
-                std::thread::yield_now();
-            }
+            wait_until("the rank is not suspended", || adopted.is_suspended());
             adopted.signal(Signal::KILL);
             assert_eq!(wait(&mut started), Exit::Signal(9));
             assert_eq!(wait(&mut adopted), Exit::Unseen);

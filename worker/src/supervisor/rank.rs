@@ -96,8 +96,9 @@ impl<N: RecordSink> Rank<N> {
             // An error is ignored here, because the next call of `read` returns it.
             let _ = self.read();
             self.end.exit = Some(exit);
-            self.end.last_stderr_line = self.stderr_lines().pop();
-            self.end.has_run_out_of_memory = self.stderr_text().contains("memory allocation of");
+            let stderr = self.stderr_text();
+            self.end.last_stderr_line = last_lines(&stderr).pop();
+            self.end.has_run_out_of_memory = stderr.contains("memory allocation of");
         }
     }
 

@@ -24,6 +24,8 @@ use tracing::instrument::WithSubscriber;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
+type AgentTask = JoinHandle<Result<(), AgentError>>;
+
 /// The server's end of a connection, which acknowledges heartbeats.
 struct Connection(WebSocketStream<TcpStream>);
 
@@ -139,7 +141,7 @@ fn fake_job(dir: &Path, script: &str) -> (StartAttempt, Options) {
     (start, options)
 }
 
-async fn start_agent(mut options: Options) -> (TcpListener, JoinHandle<Result<(), AgentError>>) {
+async fn start_agent(mut options: Options) -> (TcpListener, AgentTask) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     options.server = format!("http://{}", listener.local_addr().unwrap());
     let log = fs::File::create(options.dir.with_extension("log")).unwrap();
@@ -147,7 +149,17 @@ async fn start_agent(mut options: Options) -> (TcpListener, JoinHandle<Result<()
     (listener, tokio::spawn(agent::run(options).with_subscriber(subscriber)))
 }
 
-async fn wait_for_end(agent: JoinHandle<Result<(), AgentError>>) -> Result<(), AgentError> {
+/// Starts an agent and, on its first connection, the attempt of [`fake_job`].
+async fn start_attempt(dir: &Path, script: &str) -> (StartAttempt, TcpListener, AgentTask, Connection) {
+    let (start, options) = fake_job(dir, script);
+    let (listener, agent) = start_agent(options).await;
+    let mut connection = Connection::accept(&listener).await;
+    assert_eq!(connection.welcome().await, []);
+    connection.send(&ToAgent::Start(Box::new(start.clone()))).await;
+    (start, listener, agent, connection)
+}
+
+async fn wait_for_end(agent: AgentTask) -> Result<(), AgentError> {
     timeout(PATIENCE, agent).await.expect("the agent does not end").unwrap()
 }
 
@@ -159,17 +171,12 @@ fn acknowledged(start: &StartAttempt, source: Source, records: u64) -> Acknowled
 async fn reports_survive_a_broken_connection_and_the_end_is_last() {
     let dir = tempfile::tempdir().unwrap();
     // The rank ends when the test creates the file `go`.
-    let (start, options) =
-        fake_job(dir.path(), &format!("while [ ! -e {}/go ]; do sleep 0.02; done", dir.path().display()));
+    let script = format!("while [ ! -e {}/go ]; do sleep 0.02; done", dir.path().display());
     let attempt_dir = dir.path().join("job/attempts/1");
     fs::create_dir_all(&attempt_dir).unwrap();
     let reporter = Reporter::create(&attempt_dir, 0).unwrap();
     let removed = |step| AttemptEvent::CheckpointRemoved { epoch: 1, step };
-    let (listener, agent) = start_agent(options).await;
-
-    let mut connection = Connection::accept(&listener).await;
-    assert_eq!(connection.welcome().await, []);
-    connection.send(&ToAgent::Start(Box::new(start.clone()))).await;
+    let (start, listener, agent, mut connection) = start_attempt(dir.path(), &script).await;
     reporter.event(&removed(0));
     let (source, first, events) = connection.receive_report().await;
     assert_eq!((source, first, events), (Source::Rank(0), 0, vec![removed(0)]));
@@ -207,11 +214,8 @@ async fn reports_survive_a_broken_connection_and_the_end_is_last() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stopped_attempt_s_ranks_end_and_its_end_is_reported() {
     let dir = tempfile::tempdir().unwrap();
-    let (start, options) = fake_job(dir.path(), "while :; do sleep 0.05; done");
-    let (listener, agent) = start_agent(options).await;
-    let mut connection = Connection::accept(&listener).await;
-    connection.welcome().await;
-    connection.send(&ToAgent::Start(Box::new(start.clone()))).await;
+    let (start, _listener, agent, mut connection) =
+        start_attempt(dir.path(), "while :; do sleep 0.05; done").await;
     let reason = "cancelled".to_owned();
     connection.send(&ToAgent::Stop { attempt: start.attempt.clone(), reason, patient: false }).await;
     let (source, _, events) = connection.receive_report().await;
@@ -223,11 +227,8 @@ async fn a_stopped_attempt_s_ranks_end_and_its_end_is_reported() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn revoked_attempts_are_ended_without_reports() {
     let dir = tempfile::tempdir().unwrap();
-    let (start, options) = fake_job(dir.path(), "while :; do sleep 0.05; done");
-    let (listener, agent) = start_agent(options).await;
-    let mut connection = Connection::accept(&listener).await;
-    connection.welcome().await;
-    connection.send(&ToAgent::Start(Box::new(start.clone()))).await;
+    let (start, listener, agent, connection) =
+        start_attempt(dir.path(), "while :; do sleep 0.05; done").await;
     let pid_file = dir.path().join("job/attempts/1/rank.0.pid");
     while !pid_file.exists() {
         tokio::time::sleep(Duration::from_millis(5)).await;

@@ -23,6 +23,12 @@ fn picture(number: u32, width: u32, height: u32) -> image::RgbImage {
     })
 }
 
+pub(crate) fn encode(picture: impl Into<image::DynamicImage>, format: image::ImageFormat) -> Vec<u8> {
+    let mut file = std::io::Cursor::new(Vec::new());
+    picture.into().write_to(&mut file, format).expect("writes");
+    file.into_inner()
+}
+
 /// Writes `per_class` PNG files to each of `train/cat` and `train/dog`.
 fn write_folder(dir: &Path, per_class: u32) {
     for (c, class) in (0..).zip(["cat", "dog"]) {
@@ -117,8 +123,8 @@ fn inspections_and_jobs_name_the_same_unusable_files_without_blocking() {
     assert_eq!((info.classes.join(" "), info.splits[0].per_class.clone()), ("cat dog".into(), vec![3, 3]));
     let all = broken_files(&info);
     for (name, detail) in expected {
-        let fits = |text: &&String| text.contains(&format!("{name} {detail}"));
-        assert!(all.iter().any(|text| fits(&text)), "{name} {detail} is not in {all:#?}");
+        let expected = format!("{name} {detail}");
+        assert!(all.iter().any(|text| text.contains(&expected)), "{expected} is not in {all:#?}");
     }
     assert_eq!((all.len(), info.broken_count), (expected.len(), expected.len() as u64), "{all:#?}");
     // A job leaves out the same files, or refuses the dataset.
@@ -169,9 +175,7 @@ fn pictures_with_trailing_data_are_complete() {
     let dir = TempDir::new().expect("a folder");
     write_folder(dir.path(), 1);
     let home = dir.path().join("train/cat");
-    let mut jpeg = std::io::Cursor::new(Vec::new());
-    picture(5, 64, 48).write_to(&mut jpeg, image::ImageFormat::Jpeg).expect("writes");
-    let jpeg = jpeg.into_inner();
+    let jpeg = encode(picture(5, 64, 48), image::ImageFormat::Jpeg);
     let png = fs::read(home.join("0.png")).expect("readable");
     // The film of a motion photograph, which contains the marker of a scan; a second picture, as of stereo cameras and gain
     // maps, whole and truncated; fill bytes.
@@ -306,11 +310,7 @@ fn a_jpeg_of_too_many_pixels_is_scaled_down_as_it_is_read() {
 
 #[test]
 fn unsupported_tiff_pictures_are_refused_with_advice() {
-    let tiff = |picture: image::DynamicImage| {
-        let mut file = std::io::Cursor::new(Vec::new());
-        picture.write_to(&mut file, image::ImageFormat::Tiff).expect("writes");
-        file.into_inner()
-    };
+    let tiff = |picture: image::DynamicImage| encode(picture, image::ImageFormat::Tiff);
     // With another PhotometricInterpretation (tag 262, a short).
     let with_interpretation = |picture: image::DynamicImage, kind: u8| {
         let mut file = tiff(picture);
@@ -335,11 +335,7 @@ fn unsupported_tiff_pictures_are_refused_with_advice() {
 #[test]
 fn values_of_12_bits_in_16_are_refused_instead_of_read_as_black() {
     for format in [image::ImageFormat::Png, image::ImageFormat::Tiff] {
-        let decode = |picture: image::DynamicImage| {
-            let mut file = std::io::Cursor::new(Vec::new());
-            picture.write_to(&mut file, format).expect("writes");
-            Picture::decode(&file.into_inner())
-        };
+        let decode = |picture: image::DynamicImage| Picture::decode(&encode(picture, format));
         let grey = |value: fn(u32) -> u16| image::ImageBuffer::from_fn(8, 8, |x, _| image::Luma([value(x)]));
         let message = decode(grey(|x| x as u16 * 585).into()).expect_err("must not be read");
         assert!(

@@ -95,18 +95,10 @@ pub(crate) fn sgd(weight_decay: f32) -> Optimizer {
     Optimizer { momentum: 0.9, weight_decay, ..Optimizer::default() }
 }
 
-fn engine(network: Network, batch_size: usize, optimizer: Optimizer) -> Box<dyn Engine> {
+/// An engine with the weights of [`weights`].
+fn engine(network: Network, config: EngineConfig) -> Box<dyn Engine> {
     let weights = weights(&network);
-    engine_with(&weights, network, batch_size, optimizer)
-}
-
-fn engine_with(
-    weights: &NamedTensors,
-    network: Network,
-    batch_size: usize,
-    optimizer: Optimizer,
-) -> Box<dyn Engine> {
-    build_cpu(Arc::new(network), weights, config(batch_size, optimizer), Arc::new(SingleRank)).unwrap()
+    build_cpu(Arc::new(network), &weights, config, Arc::new(SingleRank)).unwrap()
 }
 
 pub(crate) fn config(batch_size: usize, optimizer: Optimizer) -> EngineConfig {
@@ -142,7 +134,7 @@ fn compare_architectures(file: &str, count: usize) {
 
             let images = values(&format!("{arch}.{stem}.images"), 2 * image_size * image_size * channels);
             let batch = Batch { images, labels: vec![0; 2], indices: vec![0, 1], ..Batch::default() };
-            let logits = engine(network, 2, sgd(0.0)).predict(&batch).unwrap();
+            let logits = engine(network, config(2, sgd(0.0))).predict(&batch).unwrap();
             let largest = expected.logits.iter().flatten().fold(0.0f32, |m, v| m.max(v.abs()));
             for (computed, pytorch) in logits.chunks(classes).zip(&expected.logits) {
                 for (a, b) in computed.iter().zip(pytorch) {
@@ -162,6 +154,18 @@ struct Run {
     losses: Vec<f32>,
 }
 
+impl Run {
+    /// Trains a step, and compares its loss with PyTorch's. `case` is for the message.
+    fn check_step(&self, engine: &mut dyn Engine, step: usize, batch: Batch, tolerance: f32, case: &str) {
+        let (loss, pytorch) = (engine.train_step(&[batch], self.lr).unwrap().loss, self.losses[step]);
+        assert!(
+            (loss - pytorch).abs() <= tolerance * pytorch,
+            "{case}, step {}: loss {loss} instead of {pytorch}",
+            step + 1
+        );
+    }
+}
+
 /// A run with its own optimizer settings.
 #[derive(Deserialize)]
 struct OptimizerRun {
@@ -174,16 +178,11 @@ struct OptimizerRun {
 
 /// Trains `arch` as `make_fixtures.py` did, and compares every loss.
 fn compare_losses(arch: &str, name: &str, run: &Run, optimizer: Optimizer, tolerance: f32) {
-    let mut engine = engine(network(arch, "cifar", run.image_size, 3, 10), run.batch_size, optimizer);
+    let network = network(arch, "cifar", run.image_size, 3, 10);
+    let mut engine = engine(network, config(run.batch_size, optimizer));
     assert_eq!(run.losses.len(), 20);
-    for (step, expected) in run.losses.iter().enumerate() {
-        let batch = batch(arch, run.batch_size, run.image_size, step);
-        let loss = engine.train_step(&[batch], run.lr).unwrap().loss;
-        assert!(
-            (loss - expected).abs() <= tolerance * expected,
-            "{name}, step {}: loss {loss} instead of {expected}",
-            step + 1
-        );
+    for step in 0..20 {
+        run.check_step(&mut *engine, step, batch(arch, run, step), tolerance, name);
     }
 }
 
@@ -245,7 +244,7 @@ impl SmoothedRun {
             loss: LossConfig { label_smoothing: self.label_smoothing, ..LossConfig::default() },
             ..config(32, sgd(5e-4))
         };
-        build_cpu(Arc::new(network.clone()), &weights(&network), config, Arc::new(SingleRank)).unwrap()
+        engine(network, config)
     }
 }
 
@@ -264,7 +263,7 @@ fn twenty_training_steps_on_mixed_pictures_follow_pytorch_s_losses() {
             }
             assert_eq!(mix.cut.is_some(), name == "cutmix");
             // The first picture is mixed with the last one.
-            let mut batch = batch("resnet20", expected.run.batch_size, side, step);
+            let mut batch = batch("resnet20", &expected.run, step);
             let last = batch.images[batch.images.len() - side * side * 3..].to_vec();
             batch.images.extend(last);
             batch.labels.extend(batch.labels.last().copied());
@@ -277,12 +276,7 @@ fn twenty_training_steps_on_mixed_pictures_follow_pytorch_s_losses() {
                     "{name}, step {step}, value {i}: {computed}, not {pytorch}"
                 );
             }
-            let (loss, pytorch) =
-                (engine.train_step(&[batch], expected.run.lr).unwrap().loss, expected.run.losses[step]);
-            assert!(
-                (loss - pytorch).abs() <= 1e-4 * pytorch,
-                "{name}, step {step}: {loss} instead of {pytorch}"
-            );
+            expected.run.check_step(&mut *engine, step, batch, 1e-4, name);
         }
     }
 }
@@ -292,10 +286,9 @@ fn averaged_weights_of_twenty_steps_match_pytorch() {
     let runs: BTreeMap<String, SmoothedRun> = fixture("mixing.json");
     let expected = &runs["average"];
     let (mut engine, every) = (expected.engine(), expected.every.unwrap());
-    for (step, pytorch) in expected.run.losses.iter().enumerate() {
-        let batch = batch("resnet20", expected.run.batch_size, expected.run.image_size, step);
-        let loss = engine.train_step(&[batch], expected.run.lr).unwrap().loss;
-        assert!((loss - pytorch).abs() <= 1e-4 * pytorch, "step {step}: {loss} instead of {pytorch}");
+    for step in 0..expected.run.losses.len() {
+        let batch = batch("resnet20", &expected.run, step);
+        expected.run.check_step(&mut *engine, step, batch, 1e-4, "average");
         if (step + 1) % every == 0 {
             engine.update_average(expected.decay.unwrap()).unwrap();
         }
@@ -303,21 +296,16 @@ fn averaged_weights_of_twenty_steps_match_pytorch() {
     let average = engine.averaged().unwrap().unwrap();
     assert!(expected.tensors.len() > 40, "{} tensors", expected.tensors.len());
     for (name, pytorch) in &expected.tensors {
-        let computed = &average[name].values;
-        for (i, value) in pytorch.values.iter().enumerate() {
-            let found = f64::from(computed[i * (computed.len() - 1) / 15]);
-            let difference = (found - value).abs();
-            assert!(difference <= 1e-4 * pytorch.norm, "{name}, value {i}: {found} instead of {value}");
-        }
+        pytorch.check(name, &average[name].values, 1e-4);
     }
 }
 
 /// A batch of `training` in `make_fixtures.py`. All pictures of a class have one pattern, with noise.
-fn batch(arch: &str, batch_size: usize, image_size: usize, step: usize) -> Batch {
-    let picture = image_size * image_size * 3;
+fn batch(arch: &str, run: &Run, step: usize) -> Batch {
+    let picture = run.image_size * run.image_size * 3;
     let patterns = values(&format!("{arch}.patterns"), 10 * picture);
-    let labels = labels(&format!("{arch}.labels.{step}"), batch_size, 10);
-    let noise = values(&format!("{arch}.images.{step}"), batch_size * picture);
+    let labels = labels(&format!("{arch}.labels.{step}"), run.batch_size, 10);
+    let noise = values(&format!("{arch}.images.{step}"), run.batch_size * picture);
     let images = noise
         .chunks(picture)
         .zip(&labels)
@@ -332,10 +320,8 @@ fn batch(arch: &str, batch_size: usize, image_size: usize, step: usize) -> Batch
 #[derive(Deserialize)]
 struct GroupedSteps {
     arch: String,
-    batch_size: usize,
-    image_size: usize,
-    lr: f32,
-    losses: Vec<f32>,
+    #[serde(flatten)]
+    run: Run,
     /// Momentum after the first step, which is the gradient plus weight decay.
     momentum: BTreeMap<String, TensorValues>,
 }
@@ -347,37 +333,39 @@ struct TensorValues {
     values: Vec<f64>,
 }
 
+impl TensorValues {
+    /// Compares a tensor with PyTorch's. Values may differ by `tolerance` times the tensor's norm.
+    fn check(&self, name: &str, computed: &[f32], tolerance: f64) {
+        for (i, value) in self.values.iter().enumerate() {
+            let found = f64::from(computed[i * (computed.len() - 1) / (self.values.len() - 1)]);
+            let difference = (found - value).abs();
+            assert!(difference <= tolerance * self.norm, "{name}, value {i}: {found} instead of {value}");
+        }
+    }
+}
+
 #[test]
 fn a_step_of_a_grouped_network_matches_pytorch() {
-    let expected: GroupedSteps = fixture("grouped_step.json");
-    let network = network(&expected.arch, "cifar", expected.image_size, 3, 10);
+    let GroupedSteps { arch, run, momentum: expected } = fixture("grouped_step.json");
+    let network = network(&arch, "cifar", run.image_size, 3, 10);
     let mut weights = weights(&network);
     for (_, tensor) in weights.iter_mut().filter(|(name, _)| name.ends_with("bn3.weight")) {
         tensor.values.iter_mut().for_each(|v| *v *= 0.125);
     }
-    let mut engine = engine_with(&weights, network, expected.batch_size, sgd(5e-4));
-    assert!(expected.losses.len() == 3 && expected.momentum.len() == 8);
-    for (step, pytorch) in expected.losses.iter().enumerate() {
-        let batch = batch(&expected.arch, expected.batch_size, expected.image_size, step);
-        let loss = engine.train_step(&[batch], expected.lr).unwrap().loss;
-        assert!(
-            (loss - pytorch).abs() <= 1e-5 * pytorch,
-            "step {}: loss {loss} instead of {pytorch}",
-            step + 1
-        );
-        if step > 0 {
-            continue;
-        }
-        let momentum = engine.optimizer_state().unwrap().slots;
-        for (name, pytorch) in &expected.momentum {
-            let computed = &momentum[&format!("{name}.momentum")].values;
-            let norm = computed.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>().sqrt();
-            assert!((norm / pytorch.norm - 1.0).abs() <= 1e-3, "{name}: norm {norm}, not {}", pytorch.norm);
-            for (i, value) in pytorch.values.iter().enumerate() {
-                let found = f64::from(computed[i * (computed.len() - 1) / (pytorch.values.len() - 1)]);
-                let difference = (found - value).abs();
-                assert!(difference <= 3e-4 * pytorch.norm, "{name}, value {i}: {found} instead of {value}");
-            }
-        }
+    let config = config(run.batch_size, sgd(5e-4));
+    let mut engine = build_cpu(Arc::new(network), &weights, config, Arc::new(SingleRank)).unwrap();
+    assert!(run.losses.len() == 3 && expected.len() == 8);
+    let train = |engine: &mut dyn Engine, step: usize| {
+        run.check_step(engine, step, batch(&arch, &run, step), 1e-5, &arch);
+    };
+    train(&mut *engine, 0);
+    let momentum = engine.optimizer_state().unwrap().slots;
+    for (name, pytorch) in &expected {
+        let computed = &momentum[&format!("{name}.momentum")].values;
+        let norm = computed.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>().sqrt();
+        assert!((norm / pytorch.norm - 1.0).abs() <= 1e-3, "{name}: norm {norm}, not {}", pytorch.norm);
+        pytorch.check(name, computed, 3e-4);
     }
+    train(&mut *engine, 1);
+    train(&mut *engine, 2);
 }

@@ -1,7 +1,10 @@
 //! Progressive resizing: each epoch has pictures of its size, and an engine that changes its size computes the same as an
 //! engine that is built for the new size.
 
-use crate::pytorch::{config, sgd};
+use crate::{
+    data::{batches, bundled, validation_batches_by},
+    pytorch::{config, sgd},
+};
 use lockstep_comm::SingleRank;
 use lockstep_data::{
     DataError,
@@ -12,7 +15,7 @@ use lockstep_engine::{
     net::{Network, init, resnet},
 };
 use lockstep_protocol::spec::{Arch, DataSpec, ImageSize, ModelSpec, SizeFrom, Stem};
-use std::{path::Path, sync::Arc};
+use std::sync::Arc;
 
 const BATCH: usize = 8;
 
@@ -100,7 +103,7 @@ fn changing_the_image_size_gives_the_bits_of_a_new_engine() {
 
 /// Opens the bundled pictures, of 28 x 28.
 fn open(spec: &DataSpec) -> Result<DataSource, DataError> {
-    DataSource::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fashion-mnist"), spec, 5)
+    DataSource::open(&bundled(), spec, 5)
 }
 
 fn plan(epoch: u32, first_step: u64) -> EpochPlan {
@@ -130,8 +133,7 @@ fn epochs_and_validation_have_pictures_of_their_sizes() {
             }
             let reference = fixed(side);
             // These batches begin in the middle of the epoch, as after a restart.
-            let found: Vec<Batch> = scheduled.epoch(plan(epoch, 14)).map(Result::unwrap).collect();
-            let expected: Vec<Batch> = reference.epoch(plan(epoch, 14)).map(Result::unwrap).collect();
+            let [found, expected] = [&scheduled, &reference].map(|source| batches(source, plan(epoch, 14)));
             assert!(found.len() == 2 && found == expected, "epoch {epoch}");
             let is_validation = false;
             let labelled = scheduled.picture(is_validation, 7, Some(epoch)).unwrap();
@@ -140,11 +142,8 @@ fn epochs_and_validation_have_pictures_of_their_sizes() {
             assert!(labelled == reference.picture(is_validation, 7, Some(epoch)).unwrap(), "epoch {epoch}");
         }
         let reference = fixed(40);
-        let (rank, world_size, batch_size, threads) = (0, 1, 100, 1);
-        let first = |source: &DataSource| {
-            source.validation(rank, world_size, batch_size, threads).next().unwrap().unwrap()
-        };
-        assert!(first(&scheduled) == first(&reference), "validation");
+        let [found, expected] = [&scheduled, &reference].map(|source| validation_batches_by(source, 100, 1));
+        assert!(found == expected, "validation");
         let is_validation = true;
         let picture = |source: &DataSource| source.picture(is_validation, 3, None).unwrap();
         assert!(picture(&scheduled) == picture(&reference));

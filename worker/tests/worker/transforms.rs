@@ -1,9 +1,10 @@
 //! Transforms of pictures in folders. Results are equal at any number of ranks and threads, after a resume, and in the
 //! preview.
 
+use crate::data::{batches, bundled, first_batch, validation_batches_by};
 use lockstep_data::{
     Picture,
-    loader::{Batch, BatchFormat, DataSource, EpochPlan},
+    loader::{BatchFormat, DataSource, EpochPlan},
 };
 use lockstep_protocol::spec::{Augment, DataSpec, ImageSize, Validation};
 use std::{fs, path::Path};
@@ -53,10 +54,6 @@ fn plan(rank: u32, world_size: u32) -> EpochPlan {
     EpochPlan { epoch: 1, rank, world_size, drop_remainder: true, ..EpochPlan::of(8 / world_size as usize) }
 }
 
-fn batches(source: &DataSource, plan: EpochPlan) -> Vec<Batch> {
-    source.epoch(plan).map(|b| b.expect("readable")).collect()
-}
-
 #[test]
 fn a_step_has_the_same_pixels_at_any_number_of_ranks_and_threads_and_after_a_resume() {
     let dir = folder(64);
@@ -83,13 +80,7 @@ fn a_step_has_the_same_pixels_at_any_number_of_ranks_and_threads_and_after_a_res
         let rest = batches(&open(dir.path(), &spec), EpochPlan { first_step: 4, threads: 3, ..plan(0, 1) });
         assert!(rest == single[4..]);
         assert!(batches(&source, EpochPlan { epoch: 2, ..plan(0, 1) })[0].images != single[0].images);
-        let validation_batches = |threads| -> Vec<Batch> {
-            let (rank, world_size, batch_size) = (0, 1, 5);
-            open(dir.path(), &spec)
-                .validation(rank, world_size, batch_size, threads)
-                .map(|b| b.expect("readable"))
-                .collect()
-        };
+        let validation_batches = |threads| validation_batches_by(&open(dir.path(), &spec), 5, threads);
         assert!(validation_batches(1) == validation_batches(4));
         let validated = validation_batches(3).iter().map(|b| b.labels.len() as u64).sum::<u64>();
         assert!(validated > 5 && validated == source.shape.validation_samples);
@@ -112,8 +103,7 @@ fn the_preview_shows_the_network_s_input() {
     }
     // About half of 24 pictures. Only erased values are 0, because no byte is normalised to 0.
     assert!((5..20).contains(&erased), "{erased} of 24 have a rectangle that is 0");
-    let (rank, world_size, batch_size, threads) = (0, 1, 3, 1);
-    for batch in source.validation(rank, world_size, batch_size, threads).map(|b| b.expect("readable")) {
+    for batch in validation_batches_by(&source, 3, 1) {
         for (index, pixels) in batch.indices.iter().zip(batch.images.chunks_exact(24 * 24 * 3)) {
             let is_validation = true;
             let (_, picture) = source.picture(is_validation, *index, None).expect("readable");
@@ -199,8 +189,7 @@ fn alternating_flips_show_both_views_in_two_epochs_and_borders_reflect() {
 
 #[test]
 fn only_padded_crops_and_flips_run_on_the_engine() {
-    let pictures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fashion-mnist");
-    let open_bundled = |spec: DataSpec| DataSource::open(&pictures, &spec, 0).expect("opens");
+    let open_bundled = |spec: DataSpec| open(&bundled(), &spec);
     assert!(open_bundled(DataSpec::default()).resident().is_some());
     assert!(!open_bundled(DataSpec::default()).is_prepared_each_step());
     for spec in [
@@ -215,7 +204,7 @@ fn only_padded_crops_and_flips_run_on_the_engine() {
         assert!(source.resident().is_none() && source.is_prepared_each_step(), "{spec:?}");
         // Bytes cannot represent a value of 0 after normalisation.
         source.set_format(BatchFormat::Bytes);
-        let batch = source.epoch(plan(0, 1)).next().expect("a batch").expect("readable");
+        let batch = first_batch(&source, plan(0, 1));
         let normalised = spec.random_erasing > 0.0;
         assert_eq!((batch.bytes.is_empty(), batch.images.is_empty()), (normalised, !normalised), "{spec:?}");
     }
@@ -233,13 +222,12 @@ fn validation_is_resized_and_cropped_in_imagenet_s_proportion() {
     let plain = DataSpec { random_resized_crop: false, ..all_transforms() };
     assert_eq!(open(dir.path(), &plain).shape.resize, None);
     // Without image_size, the dataset's own size is compared.
-    let pictures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fashion-mnist");
-    let error = DataSource::open(&pictures, &DataSpec { resize_size: Some(27), ..DataSpec::default() }, 0);
-    let message = error.expect_err("must not open").to_string();
+    let open_bundled = |resize_size| {
+        DataSource::open(&bundled(), &DataSpec { resize_size: Some(resize_size), ..DataSpec::default() }, 0)
+    };
+    let message = open_bundled(27).expect_err("must not open").to_string();
     assert!(message.contains("data.resize_size") && message.contains("give 32 or more"), "{message}");
-    assert!(
-        DataSource::open(&pictures, &DataSpec { resize_size: Some(28), ..DataSpec::default() }, 0).is_ok()
-    );
+    assert!(open_bundled(28).is_ok());
 }
 
 #[test]

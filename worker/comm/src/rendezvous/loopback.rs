@@ -42,14 +42,25 @@ pub fn on_connected_ranks<T: Send>(
     timeout: Duration,
     body: impl Fn(&Arc<Store>, Arc<Ring>) -> T + Sync,
 ) -> Vec<T> {
+    on_joined_ranks(size, timeout, |store| {
+        let ring = Ring::connect(&store, timeout).unwrap();
+        store.barrier("connected").unwrap();
+        body(&store, ring)
+    })
+}
+
+/// Runs `body` on ranks that have joined a store, one thread each, and returns their results by rank. Waits in the store end after
+/// 20 s, or after a longer `timeout`.
+pub fn on_joined_ranks<T: Send>(
+    size: u32,
+    timeout: Duration,
+    body: impl Fn(Arc<Store>) -> T + Sync,
+) -> Vec<T> {
     let port = unused_port();
     let run = |rank: u32| {
         let config = rendezvous_config(port, rank, size);
         let config = RendezvousConfig { timeout: timeout.max(config.timeout), ..config };
-        let store = Arc::new(Store::join(config).unwrap());
-        let ring = Ring::connect(&store, timeout).unwrap();
-        store.barrier("connected").unwrap();
-        body(&store, ring)
+        body(Arc::new(Store::join(config).unwrap()))
     };
     std::thread::scope(|scope| {
         let run = &run;

@@ -1,5 +1,5 @@
 use super::{
-    loopback::{rendezvous_config, unused_port},
+    loopback::{on_joined_ranks, rendezvous_config, unused_port},
     *,
 };
 use crate::Exchange;
@@ -7,16 +7,11 @@ use std::{sync::atomic::Ordering, time::Instant};
 
 #[test]
 fn ranks_exchange_values() {
-    let port = unused_port();
-    let exchange = |rank| {
-        let store = Store::join(rendezvous_config(port, rank, 4)).unwrap();
-        let values = store.all_gather("names", format!("rank {rank}").as_bytes()).unwrap();
+    let results = on_joined_ranks(4, Duration::ZERO, |store| {
+        let name = format!("rank {}", store.config().rank);
+        let values = store.all_gather("names", name.as_bytes()).unwrap();
         store.barrier("end").unwrap();
         values
-    };
-    let results: Vec<_> = std::thread::scope(|scope| {
-        let ranks: Vec<_> = (0..4).rev().map(|rank| scope.spawn(move || exchange(rank))).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
     for values in results {
         assert_eq!(values, [b"rank 0", b"rank 1", b"rank 2", b"rank 3"]);

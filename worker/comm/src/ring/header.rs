@@ -75,6 +75,9 @@ impl Call {
     pub(crate) fn describe([operation_and_type, length]: [u64; 2]) -> String {
         let operation = Operation::from_code((operation_and_type >> 40) as u32);
         let name = operation.map_or("an unknown operation", Operation::name);
+        if let Some(Operation::Barrier | Operation::Split) = operation {
+            return name.into();
+        }
         let data_type = DataType::name_of_code((operation_and_type >> 32) as u32 & 0xff);
         format!("{name} of {length} {data_type} values")
     }

@@ -14,11 +14,6 @@ use std::time::Instant;
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Runs `body` on `world` ranks, one thread each, and returns their results by rank.
-fn on_ranks<T: Send>(world: u32, timeout: Duration, body: impl Fn(Arc<Ring>) -> T + Sync) -> Vec<T> {
-    on_connected_ranks(world, timeout, |_, ring| body(ring))
-}
-
 /// Checks the sum of all ranks' values, and that its bits are the same on every rank and in two runs.
 fn check_sums<T: Copy + Into<f64> + 'static>(world: u32, length: usize, value: fn(f32) -> T, tolerance: f64)
 where
@@ -26,7 +21,7 @@ where
 {
     let input = |rank| values(rank, length).into_iter().map(value).collect::<Vec<T>>();
     let run = || {
-        on_ranks(world, TIMEOUT, |ring| {
+        on_connected_ranks(world, TIMEOUT, |_, ring| {
             let mut sum = input(ring.rank());
             ring.all_reduce((&mut sum).into()).unwrap();
             sum.into_iter().map(Into::into).collect::<Vec<f64>>()
@@ -63,7 +58,7 @@ fn sums_of_float32_gradients_in_double_precision_do_not_depend_on_their_order() 
     // Integer multiples of a small power of two, as float32 gradients of similar size are. Their sum is exact.
     let length = 50_001;
     let input = |rank| values(rank, length).into_iter().map(f64::from).collect::<Vec<f64>>();
-    let of_ranks = on_ranks(4, TIMEOUT, |ring| {
+    let of_ranks = on_connected_ranks(4, TIMEOUT, |_, ring| {
         let mut sum = input(ring.rank());
         ring.all_reduce((&mut sum).into()).unwrap();
         sum
@@ -79,7 +74,7 @@ fn sums_of_float32_gradients_in_double_precision_do_not_depend_on_their_order() 
 fn a_long_sum_sends_less_than_twice_the_vector_on_any_number_of_ranks() {
     let length = 40_000;
     for world in [2, 3, 5, 8] {
-        let sent = on_ranks(world, TIMEOUT, |ring| {
+        let sent = on_connected_ranks(world, TIMEOUT, |_, ring| {
             let sent_by = |reduce: &dyn Fn()| {
                 let bytes = || ring.sent_bytes();
                 let before = bytes();
@@ -103,7 +98,7 @@ fn a_long_sum_sends_less_than_twice_the_vector_on_any_number_of_ranks() {
 
 #[test]
 fn the_concurrent_group_runs_at_the_same_time_in_its_own_order() {
-    on_ranks(3, TIMEOUT, |ring| {
+    on_connected_ranks(3, TIMEOUT, |_, ring| {
         let concurrent = ring.concurrent_group().unwrap();
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -125,7 +120,7 @@ fn the_concurrent_group_runs_at_the_same_time_in_its_own_order() {
 #[test]
 fn waiting_ranks_detect_lost_neighbours_immediately() {
     let waiting = std::sync::Barrier::new(3);
-    on_ranks(3, Duration::from_secs(600), |ring| {
+    on_connected_ranks(3, Duration::from_secs(600), |_, ring| {
         ring.check("a step").unwrap();
         waiting.wait();
         if ring.rank() == 1 {
@@ -147,7 +142,7 @@ fn waiting_ranks_detect_lost_neighbours_immediately() {
 fn abort_ends_a_call_from_another_thread() {
     // Rank 1 is silent until the abort, so rank 0 sees no other reason to end.
     let done = std::sync::Barrier::new(2);
-    let results = on_ranks(2, Duration::from_secs(600), |ring| {
+    let results = on_connected_ranks(2, Duration::from_secs(600), |_, ring| {
         if ring.rank() == 1 {
             done.wait();
             return ring.barrier().unwrap_err();
@@ -176,5 +171,5 @@ fn errors_name_a_rank_that_does_not_join_the_ring() {
 
 #[test]
 fn on_loopback_every_neighbour_is_on_this_machine() {
-    assert_eq!(on_ranks(3, TIMEOUT, |ring| ring.next_is_elsewhere().unwrap()), [false; 3]);
+    assert_eq!(on_connected_ranks(3, TIMEOUT, |_, ring| ring.next_is_elsewhere().unwrap()), [false; 3]);
 }

@@ -7,7 +7,7 @@ use super::{
     wait_queue::WaitQueue,
 };
 use crate::{
-    CommError, ProcessGroup, SharedMemoryOrReason, Values, ValuesMut,
+    CommError, ProcessGroup, SharedMemoryOrReason, Values, ValuesMut, any_rank,
     ring::{Call, Operation, Ring},
     values::check,
 };
@@ -213,27 +213,6 @@ impl ShmProcessGroup {
             waited
         })
     }
-
-    /// See [`ProcessGroup::shared_memory`].
-    fn share(self: &Arc<Self>, bytes: usize) -> Result<SharedMemoryOrReason, CommError> {
-        let bytes = whole_pages(bytes.max(1));
-        let offset = lock(&self.state).used_bytes;
-        let call = Call { length: bytes, ..Call::empty(Operation::SharedMemory) };
-        self.announce(call)?;
-        let grown = if self.ring.rank() == 0 { self.file.grow(offset, bytes) } else { Ok(()) };
-        // The other ranks map the file only after rank 0 has extended it.
-        self.announce(call)?;
-        let mapped = grown.and_then(|()| self.file.map(offset, bytes));
-        let mut failures = [f64::from(u8::from(mapped.is_err()))];
-        self.sum(&mut failures, &mut || false)?;
-        lock(&self.state).used_bytes = offset + bytes;
-        let mib = bytes >> 20;
-        Ok(match mapped {
-            Ok(mapping) if failures[0] == 0.0 => Ok(SharedMemory { mapping, group: self.clone() }),
-            Ok(_) => Err(format!("another rank cannot allocate {mib} MiB of shared memory")),
-            Err(why) => Err(format!("cannot allocate {mib} MiB of shared memory: {why}")),
-        })
-    }
 }
 
 impl ProcessGroup for Arc<ShmProcessGroup> {
@@ -316,6 +295,21 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
     }
 
     fn shared_memory(&self, bytes: usize) -> Result<SharedMemoryOrReason, CommError> {
-        self.share(bytes)
+        let bytes = whole_pages(bytes.max(1));
+        let offset = lock(&self.state).used_bytes;
+        let call = Call { length: bytes, ..Call::empty(Operation::SharedMemory) };
+        self.announce(call)?;
+        let grown = if self.ring.rank() == 0 { self.file.grow(offset, bytes) } else { Ok(()) };
+        // The other ranks map the file only after rank 0 has extended it.
+        self.announce(call)?;
+        let mapped = grown.and_then(|()| self.file.map(offset, bytes));
+        let failed = any_rank(self, mapped.is_err())?;
+        lock(&self.state).used_bytes = offset + bytes;
+        let mib = bytes >> 20;
+        Ok(match mapped {
+            Ok(mapping) if !failed => Ok(SharedMemory { mapping, group: self.clone() }),
+            Ok(_) => Err(format!("another rank cannot allocate {mib} MiB of shared memory")),
+            Err(why) => Err(format!("cannot allocate {mib} MiB of shared memory: {why}")),
+        })
     }
 }

@@ -17,15 +17,15 @@ fn invalid_calls_are_refused_and_the_group_continues() {
                 (group.reduce_scatter((&[1u8, 2]).into(), (&mut [0u8]).into()), "bytes cannot be reduced"),
                 (
                     group.reduce_scatter((&[1.0f32, 2.0]).into(), (&mut two).into()),
-                    "an input of 2 values does not fit an output of 2",
+                    "an input of 2 values requires an output of 1, not 2",
                 ),
                 (
                     group.all_gather((&[1.0f32, 2.0]).into(), (&mut three).into()),
-                    "an input of 2 values does not fit an output of 3",
+                    "an input of 2 values requires an output of 4, not 3",
                 ),
                 (
                     group.all_to_all((&[1.0f32; 3]).into(), (&mut three).into()),
-                    "an input of 3 values does not fit an output of 3: the input has 2 equal parts",
+                    "an input of 3 values cannot be divided into 2 equal parts",
                 ),
                 (
                     group.all_gather((&[1.0f64]).into(), (&mut two).into()),
@@ -43,12 +43,12 @@ fn invalid_calls_are_refused_and_the_group_continues() {
     }
 }
 
-/// A call on one of two ranks.
-type OnRank = fn(&dyn ProcessGroup) -> Result<(), CommError>;
+/// A call of one rank.
+type Call = fn(&dyn ProcessGroup) -> Result<(), CommError>;
 
 #[test]
 fn errors_name_differing_calls_of_ranks() {
-    let cases: [(OnRank, OnRank, &str, &str); 7] = [
+    let cases: [(Call, Call, &str, &str); 7] = [
         (
             |g| g.all_reduce((&mut [0.0f32; 10]).into()),
             |g| g.all_reduce((&mut [0.0f32; 11]).into()),
@@ -79,12 +79,12 @@ fn errors_name_differing_calls_of_ranks() {
             "all_gather of 2 float32 values",
             "all_to_all of 4 float32 values",
         ),
-        (|g| g.barrier(), |g| g.split(0).map(drop), "barrier of 0", "split of 0"),
+        (|g| g.barrier(), |g| g.split(0).map(drop), ": barrier", ": split"),
         (
             |g| g.all_reduce((&mut [0.0f64; 0]).into()),
             |g| g.barrier(),
             "all_reduce of 0 float64 values",
-            "barrier of 0",
+            ": barrier",
         ),
     ];
     for kind in KINDS {
@@ -160,7 +160,7 @@ fn a_silent_rank_times_out_and_a_dead_rank_is_detected_sooner() {
 }
 
 #[test]
-fn a_missing_message_times_out_with_the_sender_s_name() {
+fn recv_times_out_and_names_the_sender() {
     for kind in KINDS {
         let done = Barrier::new(4);
         on_ranks(kind, 4, Duration::from_millis(300), |group| {

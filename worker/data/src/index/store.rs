@@ -3,7 +3,7 @@
 
 use super::file::{Block, Facts, write_block, write_head};
 use crate::ChangeDetection;
-use lockstep_host::open_lock;
+use lockstep_host::{open_lock, with_path};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
@@ -93,8 +93,6 @@ impl IndexStore {
     }
 
     fn try_begin(&self, dir: &Path, dataset: &Path) -> io::Result<(IndexBuilder, Facts)> {
-        let with_path =
-            |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
         fs::create_dir_all(dir).map_err(|e| with_path(dir, e))?;
         let index = self.file(dataset, "index").unwrap_or_default();
         let file = |extension| index.with_extension(extension);

@@ -3,7 +3,10 @@
 mod folders;
 
 use super::*;
-use crate::{Catalog, DataError, test_catalog::listing};
+use crate::{
+    Catalog, DataError,
+    test_catalog::{listing, repository},
+};
 use std::{
     fs,
     time::{Duration, SystemTime},
@@ -230,10 +233,8 @@ fn temporarily_unreadable_files_are_checked_again() {
 fn shards_are_cached_until_they_change() {
     let data = tempfile::tempdir().unwrap();
     let cache = tempfile::tempdir().unwrap();
-    let fixture =
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/shards/numbers/train-000000.tar");
     let shard = data.path().join("train.tar");
-    let bytes = fs::read(fixture).unwrap();
+    let bytes = fs::read(repository("tests/data/shards/numbers/train-000000.tar")).unwrap();
     fs::write(&shard, &bytes).unwrap();
     let store = IndexStore { min_unknown: 0, ..IndexStore::at(cache.path(), 0) };
     let open = || Catalog::open_with(data.path(), &store);

@@ -7,7 +7,7 @@ use crate::{
     Picture,
     loader::{DataSource, EpochPlan, replaced::too_many},
     picture::{Area, Resize},
-    test_catalog::{encode, listing, open},
+    test_catalog::{encode, listing, open, repository},
 };
 use image::{ImageFormat, Rgb, RgbImage};
 use lockstep_protocol::spec::{DataSpec, Validation};
@@ -124,7 +124,7 @@ fn a_copy_is_read_like_its_source() {
 
 #[test]
 fn rows_of_parquet_files_are_copied_in_a_fixed_shuffled_order() {
-    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/parquet/plain");
+    let from = repository("tests/data/parquet/plain");
     let source = open(&from).unwrap();
     let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let prepared = run(&from, first.path(), &small_shards()).unwrap();
@@ -153,7 +153,7 @@ fn rows_of_parquet_files_are_copied_in_a_fixed_shuffled_order() {
 
 #[test]
 fn reading_runs_of_rows_equals_reading_each_row() {
-    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/parquet");
+    let from = repository("tests/data/parquet");
     for name in ["plain", "hub", "odd/rows.parquet"] {
         let catalog = open(&from.join(name)).unwrap();
         let listing = listing(&catalog.splits[0]);
@@ -213,11 +213,8 @@ fn small_upright_jpegs_are_copied_unchanged_and_no_picture_is_enlarged() {
     let grey = image::DynamicImage::ImageLuma8(image::GrayImage::new(20, 20));
     let mut grey_jpeg = Cursor::new(Vec::new());
     grey.write_to(&mut grey_jpeg, ImageFormat::Jpeg).unwrap();
-    let rotated = fs::read(
-        Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("../../tests/pytorch/fixtures/pictures/decoding/orientation-6.jpg"),
-    )
-    .unwrap();
+    let rotated = repository("tests/pytorch/fixtures/pictures/decoding/orientation-6.jpg");
+    let rotated = fs::read(rotated).unwrap();
     for (name, bytes) in
         [("a.jpg", &small), ("b.jpg", &large), ("c.jpg", grey_jpeg.get_ref()), ("d.jpg", &rotated)]
     {
@@ -333,7 +330,7 @@ fn impossible_copies_are_refused_before_writing() {
     fs::rename(from.path().join("train/cat"), from.path().join("train/cat ")).unwrap();
     let message = prepare_error(from.path(), &to, &settings(16));
     assert!(message.contains("class \"cat \" cannot be a line of classes.txt"), "{message}");
-    let bundled = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/fashion-mnist");
+    let bundled = repository("assets/fashion-mnist");
     assert!(prepare_error(&bundled, &to, &settings(16)).contains("train on it directly"));
     assert!(!to.exists());
     // The longest side that JPEG supports, and one pixel more.

@@ -1,7 +1,10 @@
 //! Comparison with torchvision's results for the same pictures and parameters (`tests/pytorch/make_pictures.py`).
 
 use super::op::Op;
-use crate::picture::{Area, Picture, Region, Resize};
+use crate::{
+    picture::{Area, Picture, Region, Resize},
+    test_catalog::repository,
+};
 use serde::Deserialize;
 use std::{collections::BTreeSet, path::PathBuf};
 
@@ -27,7 +30,7 @@ struct Case {
 }
 
 fn folder() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/pytorch/fixtures/pictures/transforms")
+    repository("tests/pytorch/fixtures/pictures/transforms")
 }
 
 /// The picture in its own colour type: grey or RGB.

@@ -135,7 +135,6 @@ fn uuid_text(bytes: [u8; 16]) -> String {
 pub fn visible(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
     let gpus = all(libraries)?;
     let variable = |name: &str| std::env::var_os(name).map(|v| v.to_string_lossy().into_owned());
-    let visible = variable(VISIBLE_DEVICES);
     let have_same_name = gpus.windows(2).all(|pair| pair[0].name == pair[1].name);
     if !have_same_name && variable(DEVICE_ORDER).as_deref() != Some("PCI_BUS_ID") {
         // CUDA puts the fastest GPU first, and only CUDA knows how it ranks GPUs.
@@ -145,7 +144,7 @@ pub fn visible(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
             .filter_map(|seen| gpus.iter().find(|gpu| gpu.uuid == seen.uuid).cloned())
             .collect());
     }
-    restrict(gpus, visible.as_deref())
+    restrict(gpus, variable(VISIBLE_DEVICES).as_deref())
 }
 
 /// Restricts `gpus` (in CUDA's order) to the GPUs in `visible`, the value of [`VISIBLE_DEVICES`].

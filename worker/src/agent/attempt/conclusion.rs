@@ -85,7 +85,7 @@ impl Watch {
         let Some(first) = ranks.ranks.iter().find(|rank| rank.end.rank == 0) else { return Vec::new() };
         let reported = first.sink.reported.clone();
         let recorded_step = ranks.ends().map(|end| end.step).min().unwrap_or(0);
-        let directory = self.stored.job_dir.join("checkpoints");
+        let directory = self.stored.checkpoints_dir();
         // Checking large checkpoints takes time.
         tokio::task::spawn_blocking(move || reported.unreported(&directory, recorded_step))
             .await

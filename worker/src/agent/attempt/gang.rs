@@ -53,8 +53,7 @@ impl Gang {
     /// # Errors
     /// Why the ranks cannot be started.
     pub(super) async fn wait_for_machines(&self, start: &StartAttempt) -> Result<u16, Refusal> {
-        let has_rank_0 = start.ranks.iter().any(|(rank, _)| *rank == 0);
-        let port = has_rank_0.then(|| choose_port(start)).transpose()?;
+        let port = start.has_rank_0().then(|| choose_port(start)).transpose()?;
         let _ = self.ready_port.set(port);
         let mut master_port = self.master_port.subscribe();
         match tokio::time::timeout(CHECKS_TIMEOUT, master_port.wait_for(Option::is_some)).await {

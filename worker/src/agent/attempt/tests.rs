@@ -30,7 +30,7 @@ struct Fixture {
 fn fixture(ranks: u32, script: &str) -> Fixture {
     let dir = tempfile::tempdir().unwrap();
     let program = dir.path().join("program");
-    crate::test_script::write_script(&program, &format!("R=$8\n{script}"));
+    crate::testkit::write_script(&program, &format!("R=$8\n{script}"));
     let start = StartAttempt { master_port: 1, ..StartAttempt::local(JobSpec::default(), "/none", ranks) };
     let stored = StoredAttempt { start, job_dir: dir.path().join("job") };
     fs::create_dir_all(stored.attempt_dir()).unwrap();
@@ -108,11 +108,16 @@ fn step(step: u64) -> AttemptEvent {
     AttemptEvent::Metrics { rank: 0, columns: vec![column] }
 }
 
-fn reason(ending: Ending) -> String {
+fn failure(ending: Ending, is_retriable: bool) -> Reason {
     match ending {
-        Ending::Failed { reason, retriable: true } => reason.words().to_owned(),
+        Ending::Failed { reason, retriable } if retriable == is_retriable => reason,
         other => panic!("{other:?}"),
     }
+}
+
+/// The words of a retriable failure.
+fn reason(ending: Ending) -> String {
+    failure(ending, true).words().to_owned()
 }
 
 #[tokio::test]
@@ -334,18 +339,14 @@ async fn the_next_agent_takes_over_running_and_ended_ranks() {
 async fn an_agent_that_ended_before_it_started_ranks_is_reported() {
     let fixture = fixture(2, "exit 0");
     let adopted = fixture.adopt();
-    match fixture.wait_for_end(&adopted).await {
-        Ending::Failed { reason, retriable: true } => {
-            assert!(matches!(reason.kind(), ReasonKind::AgentRestarted { .. }), "{reason:?}");
-        }
-        other => panic!("{other:?}"),
-    }
+    let reason = failure(fixture.wait_for_end(&adopted).await, true);
+    assert!(matches!(reason.kind(), ReasonKind::AgentRestarted { .. }), "{reason:?}");
     // A rank that was about to be started may have run.
     let fixture = self::fixture(2, "exit 0");
     fs::write(rank_file(&fixture.stored.attempt_dir(), 1, "json"), "{}").unwrap();
     let adopted = fixture.adopt();
     assert_eq!(
-        reason(fixture.wait_for_end(&adopted).await),
+        self::reason(fixture.wait_for_end(&adopted).await),
         "rank 0 ended at step 0; how is unknown, because the agent that started it had ended"
     );
 }
@@ -355,12 +356,8 @@ async fn the_reason_names_a_program_that_fails_to_start() {
     let mut fixture = fixture(2, "exit 0");
     fixture.context.program = fixture.dir.path().join("nowhere");
     let attempt = fixture.start();
-    match fixture.wait_for_end(&attempt).await {
-        Ending::Failed { reason, retriable: false } => {
-            assert!(reason.words().contains("nowhere"), "{reason}");
-        }
-        other => panic!("{other:?}"),
-    }
+    let reason = failure(fixture.wait_for_end(&attempt).await, false);
+    assert!(reason.words().contains("nowhere"), "{reason}");
 }
 
 /// What the inspecting process prints about a dataset.

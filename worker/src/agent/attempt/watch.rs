@@ -157,7 +157,7 @@ impl Watch {
     /// Whether a rank is running and a checkpoint is being written.
     fn is_writing(&self, ranks: &RankGroup<RecordSummary>) -> bool {
         ranks.ends().any(|end| end.exit.is_none())
-            && checkpoint::is_being_written(&self.stored.job_dir.join("checkpoints"))
+            && checkpoint::is_being_written(&self.stored.checkpoints_dir())
     }
 
     /// The reason that names the slowest rank, if a rank has reported nothing for too long.

@@ -8,8 +8,8 @@ use super::{
     CopyError,
     list::{About, LIST_PREFIX, List},
     on_disk, run_blocking,
-    size::{megabytes_down, megabytes_up},
 };
+use crate::agent::size::{megabytes_down, megabytes_up};
 use lockstep_host::{lock, open_lock};
 use lockstep_protocol::agent::AttemptRef;
 use std::{

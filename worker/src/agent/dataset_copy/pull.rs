@@ -8,9 +8,11 @@ use super::{
     cache::{self, Copies, CopyLock, DatasetCopy},
     list::{About, Entries},
     on_disk, run_blocking,
+};
+use crate::agent::{
+    remote::AttemptClient,
     size::{megabytes_down, megabytes_up},
 };
-use crate::agent::remote::AttemptClient;
 use incoming::receive;
 use lockstep_host::usage::disk_free;
 use lockstep_protocol::agent::{

@@ -4,13 +4,8 @@ use super::*;
 
 /// Writes CIFAR-10 files of bundled pictures. The second and the third plane are a half and a third of the grey values.
 fn write_cifar(dir: &Path, pictures: usize) {
-    let spec = DataSpec {
-        mean: Some(vec![0.0]),
-        std: Some(vec![1.0 / 255.0]),
-        image_size: Some(ImageSize::Fixed(32)),
-        ..DataSpec::default()
-    };
-    let source = DataSource::open(&bundled(), &spec, 0).expect("opens");
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(32)), ..DataSpec::default() };
+    let source = DataSource::open(&bundled(), &unnormalised(spec), 0).expect("opens");
     let all = validation_batches(&source, pictures);
     for (name, batch) in [("data_batch_1.bin", &all[0]), ("test_batch.bin", &all[1])] {
         let mut file = Vec::new();
@@ -57,8 +52,7 @@ fn cifar_planes_become_pixels_and_a_truncated_file_is_named() {
 
 /// Writes a folder of `per_class` bundled pictures for each of `classes`, alternately as PNG and JPEG files, with `sizes` in turn.
 fn write_folder(dir: &Path, split: &str, classes: &[&str], per_class: usize, sizes: &[u32]) {
-    let spec = DataSpec { mean: Some(vec![0.0]), std: Some(vec![1.0 / 255.0]), ..DataSpec::default() };
-    let source = DataSource::open(&bundled(), &spec, 0).expect("opens");
+    let source = DataSource::open(&bundled(), &unnormalised(DataSpec::default()), 0).expect("opens");
     let (rank, world_size, batch_size, threads) = (0, 1, 1, 1);
     let mut pictures = source.validation(rank, world_size, batch_size, threads);
     for (c, class) in classes.iter().enumerate() {
@@ -189,11 +183,7 @@ fn class_folders_without_a_split_are_training_pictures() {
     let write_with = |others: &[&str]| {
         let dir = TempDir::new().expect("a folder");
         write_folder(dir.path(), ".", &["cat", "dog"], 30, &[28]);
-        for other in others {
-            let file = dir.path().join(other);
-            fs::create_dir_all(file.parent().expect("a folder")).expect("a folder");
-            fs::write(file, "").expect("writes");
-        }
+        others.iter().for_each(|other| write(&dir.path().join(other), ""));
         dir
     };
     // Files beside the class folders, and the expected error.
@@ -270,11 +260,7 @@ fn errors_for_folders_without_a_dataset_give_advice() {
         // The advice also depends on the neighbours of the folder, which has none here.
         let parent = TempDir::new().expect("a folder");
         let folder = parent.path().join("pictures");
-        for file in files {
-            let file = folder.join(file);
-            fs::create_dir_all(file.parent().expect("a folder")).expect("a folder");
-            fs::write(file, "").expect("writes");
-        }
+        files.iter().for_each(|file| write(&folder.join(file), ""));
         let message = inspect(&folder).expect_err("no dataset").to_string();
         assert_contains(&message, &["holds no known dataset", advice]);
         assert!(!message.contains("ln -s"), "training would use the validation pictures: {message}");
@@ -323,10 +309,8 @@ fn errors_name_git_lfs_pointers_in_every_format() {
         ["train/cat/0.jpg", "train-0.tar", "train-0.parquet", "train-images-idx3-ubyte", "data_batch_1.bin"]
     {
         let dir = TempDir::new().expect("a folder");
-        let path = dir.path().join(file);
-        fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
-        fs::write(dir.path().join("train-labels-idx1-ubyte"), pointer).expect("writes");
-        fs::write(path, pointer).expect("writes");
+        write(&dir.path().join("train-labels-idx1-ubyte"), pointer);
+        write(&dir.path().join(file), pointer);
         let spec = DataSpec { validation: Validation::Split("none".into()), ..DataSpec::default() };
         assert_contains(
             &open_error(dir.path(), &spec),
@@ -448,14 +432,12 @@ fn larger_pictures_are_scaled_and_other_folders_ignored() {
         picture.save(home.join("wide.png")).expect("writes");
     }
     fs::create_dir_all(dir.path().join("notes/of mine")).expect("a folder");
-    let spec = DataSpec {
+    let spec = unnormalised(DataSpec {
         validation: Validation::Split("none".into()),
         image_size: Some(ImageSize::Fixed(16)),
         crop_padding: 0,
-        mean: Some(vec![0.0]),
-        std: Some(vec![1.0 / 255.0]),
         ..DataSpec::default()
-    };
+    });
     let source = DataSource::open(dir.path(), &spec, 0).expect("opens");
     let batch = &batches(&source, EpochPlan { batch_size: 2, ..plan(0, 1) })[0];
     assert_eq!(batch.images.len(), 2 * 16 * 16 * 3);

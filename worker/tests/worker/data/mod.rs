@@ -17,7 +17,7 @@ use std::{
 };
 use tempfile::TempDir;
 
-fn bundled() -> PathBuf {
+pub(crate) fn bundled() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/fashion-mnist")
 }
 
@@ -32,22 +32,38 @@ fn plan(rank: u32, world_size: u32) -> EpochPlan {
     }
 }
 
-fn batches(source: &DataSource, plan: EpochPlan) -> Vec<Batch> {
+pub(crate) fn batches(source: &DataSource, plan: EpochPlan) -> Vec<Batch> {
     source.epoch(plan).map(|b| b.expect("readable")).collect()
 }
 
 /// The whole validation split.
 fn validation_batches(source: &DataSource, batch_size: usize) -> Vec<Batch> {
-    let (rank, world_size, threads) = (0, 1, 1);
+    validation_batches_by(source, batch_size, 1)
+}
+
+/// The whole validation split, prepared by this number of threads.
+pub(crate) fn validation_batches_by(source: &DataSource, batch_size: usize, threads: usize) -> Vec<Batch> {
+    let (rank, world_size) = (0, 1);
     source.validation(rank, world_size, batch_size, threads).map(|b| b.expect("readable")).collect()
 }
 
-fn first_batch(source: &DataSource) -> Batch {
-    source.epoch(plan(0, 1)).next().expect("a batch").expect("readable")
+pub(crate) fn first_batch(source: &DataSource, plan: EpochPlan) -> Batch {
+    source.epoch(plan).next().expect("a batch").expect("readable")
 }
 
 fn open_error(path: &Path, spec: &DataSpec) -> String {
     DataSource::open(path, spec, 0).expect_err("must not open").to_string()
+}
+
+/// Pictures whose values in a batch are their bytes.
+fn unnormalised(spec: DataSpec) -> DataSpec {
+    DataSpec { mean: Some(vec![0.0]), std: Some(vec![1.0 / 255.0]), ..spec }
+}
+
+/// Writes a file and the folders that contain it.
+fn write(path: &Path, content: impl AsRef<[u8]>) {
+    fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+    fs::write(path, content).expect("writes");
 }
 
 #[track_caller]
@@ -94,9 +110,7 @@ fn ranks_divide_each_step_s_pictures_equally_without_overlap() {
 #[test]
 fn epochs_and_seeds_shuffle_differently_and_repeatably() {
     let open = |seed| DataSource::open(&bundled(), &DataSpec::default(), seed).expect("opens");
-    let first = |source: &DataSource, epoch| {
-        source.epoch(EpochPlan { epoch, ..plan(0, 1) }).next().expect("a batch").expect("readable")
-    };
+    let first = |source: &DataSource, epoch| first_batch(source, EpochPlan { epoch, ..plan(0, 1) });
     let source = open(1);
     assert_eq!(first(&source, 0), first(&open(1), 0));
     assert_ne!(first(&source, 0).indices, first(&source, 1).indices);
@@ -181,7 +195,7 @@ fn a_fraction_is_held_out_and_never_trained_on() {
 fn pictures_are_scaled_to_the_job_s_size() {
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(56)), ..DataSpec::default() };
     let source = DataSource::open(&bundled(), &spec, 0).expect("opens");
-    assert_eq!(first_batch(&source).images.len(), 64 * 56 * 56);
+    assert_eq!(first_batch(&source, plan(0, 1)).images.len(), 64 * 56 * 56);
 }
 
 #[test]
@@ -200,7 +214,8 @@ fn padding_wider_than_the_picture_is_refused() {
     let spec = DataSpec { crop_padding: 28, ..DataSpec::default() };
     assert_contains(&open_error(&bundled(), &spec), &["data.crop_padding", "28 x 28"]);
     let spec = DataSpec { crop_padding: 27, ..DataSpec::default() };
-    assert_eq!(first_batch(&DataSource::open(&bundled(), &spec, 0).expect("opens")).labels.len(), 64);
+    let source = DataSource::open(&bundled(), &spec, 0).expect("opens");
+    assert_eq!(first_batch(&source, plan(0, 1)).labels.len(), 64);
 }
 
 #[test]

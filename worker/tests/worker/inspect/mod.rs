@@ -3,13 +3,13 @@
 
 mod pictures;
 
-use crate::pytorch::weights;
+use crate::{pictures::encode, pytorch::weights};
 use lockstep_engine::net::resnet;
 use lockstep_host::tensors::HostTensor;
 use lockstep_kernels::synthetic;
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
-    inspect::{EvaluateModel, ModelEvaluation, NamedPicture, Pick, Samples},
+    inspect::{EvaluateModel, ModelEvaluation, NamedPicture, Pick, Prediction, Samples},
     spec::{Arch, DataSpec, JobSpec, LossKind, LossSpec, ModelSpec, Stem, Validation},
 };
 use lockstep_worker::inspect;
@@ -17,6 +17,7 @@ use safetensors::{Dtype, tensor::TensorView};
 use serde::Deserialize;
 use serde_json::json;
 use std::{fs, path::Path};
+use tempfile::TempDir;
 
 /// Results of `looking` in `make_fixtures.py` for `count` grey pictures of `side` x `side` pixels.
 #[derive(Deserialize)]
@@ -34,6 +35,14 @@ struct Expected {
 fn expected() -> Expected {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/pytorch/fixtures/looking.json");
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+/// A folder with the model and the dataset of the fixture.
+fn set_up() -> (Expected, TempDir) {
+    let (fixture, dir) = (expected(), tempfile::tempdir().unwrap());
+    write_model(dir.path(), &fixture);
+    write_dataset(dir.path(), &fixture);
+    (fixture, dir)
 }
 
 fn spec(fixture: &Expected) -> JobSpec {
@@ -120,18 +129,19 @@ fn png(fixture: &Expected, index: usize) -> Vec<u8> {
     encode_png(fixture.side, fixture.side, &pixels(fixture)[index * size..][..size])
 }
 
+/// Predicts the fixture's first picture.
+fn predict_first(folder: &Path, fixture: &Expected) -> Result<Vec<Prediction>, String> {
+    inspect::predict(folder, vec![("0.png".into(), png(fixture, 0))])
+}
+
 fn encode_png(width: usize, height: usize, pixels: &[u8]) -> Vec<u8> {
     let picture = image::GrayImage::from_raw(width as u32, height as u32, pixels.to_vec()).unwrap();
-    let mut bytes = std::io::Cursor::new(Vec::new());
-    picture.write_to(&mut bytes, image::ImageFormat::Png).unwrap();
-    bytes.into_inner()
+    encode(picture, image::ImageFormat::Png)
 }
 
 #[test]
 fn predictions_match_pytorch_to_four_digits() {
-    let fixture = expected();
-    let dir = tempfile::tempdir().unwrap();
-    write_model(dir.path(), &fixture);
+    let (fixture, dir) = set_up();
     let mut pictures: Vec<_> =
         (0..fixture.probabilities.len()).map(|i| (format!("{i}.png"), png(&fixture, i))).collect();
     pictures.insert(3, ("notes.txt".into(), b"no picture".to_vec()));
@@ -177,7 +187,7 @@ fn predictions_with_a_margin_use_cosines() {
             _ => {}
         };
         write_changed_model(dir.path(), &fixture, change_metadata, change_values);
-        let found = inspect::predict(dir.path(), vec![("0.png".into(), png(&fixture, 0))]).unwrap();
+        let found = predict_first(dir.path(), &fixture).unwrap();
         let predictions = found[0].classes.iter();
         predictions.map(|predicted| (predicted.class.clone(), predicted.probability)).collect::<Vec<_>>()
     };
@@ -189,10 +199,7 @@ fn predictions_with_a_margin_use_cosines() {
 
 #[test]
 fn the_confusion_matrix_matches_pytorch() {
-    let fixture = expected();
-    let dir = tempfile::tempdir().unwrap();
-    write_model(dir.path(), &fixture);
-    write_dataset(dir.path(), &fixture);
+    let (fixture, dir) = set_up();
     let found = evaluate(dir.path(), spec(&fixture)).unwrap();
     assert_eq!(found.confusion, fixture.confusion);
     assert!((found.loss - fixture.loss).abs() < 1e-3, "{} instead of {}", found.loss, fixture.loss);
@@ -226,9 +233,7 @@ fn evaluate(folder: &Path, spec: JobSpec) -> Result<ModelEvaluation, String> {
 
 #[test]
 fn errors_for_a_diverged_model_name_file_and_tensor() {
-    let fixture = expected();
-    let dir = tempfile::tempdir().unwrap();
-    write_dataset(dir.path(), &fixture);
+    let (fixture, dir) = set_up();
     // The CPU's ReLU turns NaN into 0, so the outputs would be finite.
     for (tensor, value, detail) in [
         ("conv1.weight", f32::NAN, "conv1.weight contains NaN at index 3"),
@@ -240,9 +245,8 @@ fn errors_for_a_diverged_model_name_file_and_tensor() {
                 values[3] = value;
             }
         });
-        let picture = || vec![("0.png".to_owned(), png(&fixture, 0))];
         for message in [
-            inspect::predict(dir.path(), picture()).unwrap_err(),
+            predict_first(dir.path(), &fixture).unwrap_err(),
             evaluate(dir.path(), spec(&fixture)).unwrap_err(),
         ] {
             assert!(message.contains("model.safetensors") && message.contains(detail), "{message}");
@@ -254,7 +258,7 @@ fn errors_for_a_diverged_model_name_file_and_tensor() {
             values.iter_mut().for_each(|v| *v = 3e38);
         }
     });
-    let found = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&fixture, 0))]).unwrap();
+    let found = predict_first(dir.path(), &fixture).unwrap();
     let message = found[0].error.clone().unwrap();
     assert!(found[0].classes.is_empty() && message.contains("inf for class \"0\""), "{message}");
     let message = evaluate(dir.path(), spec(&fixture)).unwrap_err();
@@ -263,9 +267,7 @@ fn errors_for_a_diverged_model_name_file_and_tensor() {
 
 #[test]
 fn the_loss_of_a_confident_wrong_model_is_finite_and_large() {
-    let fixture = expected();
-    let dir = tempfile::tempdir().unwrap();
-    write_dataset(dir.path(), &fixture);
+    let (fixture, dir) = set_up();
     // Class 0 always has a logit of 1000, so the probabilities of other classes underflow to 0.
     write_changed_model(dir.path(), &fixture, same_metadata, |name, values| match name {
         "fc.weight" => values.fill(0.0),
@@ -281,10 +283,7 @@ fn the_loss_of_a_confident_wrong_model_is_finite_and_large() {
 
 #[test]
 fn evaluations_use_the_model_s_transforms_and_classes() {
-    let fixture = expected();
-    let dir = tempfile::tempdir().unwrap();
-    write_model(dir.path(), &fixture);
-    write_dataset(dir.path(), &fixture);
+    let (fixture, dir) = set_up();
     let reference = evaluate(dir.path(), spec(&fixture)).unwrap();
     // As after a fork of the job to another size, without its own normalisation.
     let mut forked = spec(&fixture);
@@ -309,8 +308,7 @@ fn evaluations_use_the_model_s_transforms_and_classes() {
 
 #[test]
 fn errors_for_invalid_model_metadata_name_the_file() {
-    let fixture = expected();
-    let dir = tempfile::tempdir().unwrap();
+    let (fixture, dir) = set_up();
     for (key, value, detail) in [
         ("image_size", "4097", "4097 pixels"),
         ("image_size", "7", "7 pixels"),
@@ -324,7 +322,7 @@ fn errors_for_invalid_model_metadata_name_the_file() {
         ("classes", "no JSON", "metadata"),
     ] {
         write_changed_model(dir.path(), &fixture, |metadata| metadata[key] = json!(value), same_values);
-        let message = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&fixture, 0))]).unwrap_err();
+        let message = predict_first(dir.path(), &fixture).unwrap_err();
         assert!(
             message.contains("model.safetensors") && message.contains(detail),
             "{key} = {value}: {message}"
@@ -334,9 +332,7 @@ fn errors_for_invalid_model_metadata_name_the_file() {
 
 #[test]
 fn embeddings_are_the_last_layer_s_input_without_reading_that_layer() {
-    let fixture = expected();
-    let dir = tempfile::tempdir().unwrap();
-    write_model(dir.path(), &fixture);
+    let (fixture, dir) = set_up();
     let pictures =
         || (0..fixture.probabilities.len()).map(|i| (format!("{i}.png"), png(&fixture, i))).collect();
     let found = inspect::embed(dir.path(), pictures()).unwrap();
@@ -377,11 +373,8 @@ fn embeddings_are_the_last_layer_s_input_without_reading_that_layer() {
 
 #[test]
 fn neighbours_are_training_pictures_with_validation_transforms() {
-    let fixture = expected();
-    let dir = tempfile::tempdir().unwrap();
-    write_model(dir.path(), &fixture);
+    let (fixture, dir) = set_up();
     // Training and test pictures are the same, so each picture's nearest neighbour is itself; training would crop and flip it.
-    write_dataset(dir.path(), &fixture);
     let neighbours = |k: u32| {
         let request = evaluation_request(dir.path(), spec(&fixture), Some(k));
         let Ok(AgentReply::Neighbours(found)) = inspect::answer(request) else {

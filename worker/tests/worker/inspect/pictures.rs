@@ -26,8 +26,7 @@ fn evaluate_and_predict(dir: &Path, fixture: &Expected, job: JobSpec) -> ModelEv
 
 #[test]
 fn non_square_pictures_are_classified_with_training_s_transforms() {
-    let fixture = expected();
-    let dir = tempfile::tempdir().unwrap();
+    let (fixture, dir) = set_up();
     let whole_pictures = |metadata: &mut serde_json::Value| metadata["whole_pictures"] = json!("true");
     write_changed_model(dir.path(), &fixture, whole_pictures, same_values);
     // Jobs scale such pictures to a square as a whole.
@@ -38,8 +37,7 @@ fn non_square_pictures_are_classified_with_training_s_transforms() {
 
 #[test]
 fn pictures_are_resized_and_cropped_as_in_training() {
-    let fixture = expected();
-    let dir = tempfile::tempdir().unwrap();
+    let (fixture, dir) = set_up();
     let resize = fixture.side + 5;
     let resized = |metadata: &mut serde_json::Value| metadata["resize"] = json!(resize.to_string());
     write_changed_model(dir.path(), &fixture, resized, same_values);
@@ -68,8 +66,7 @@ fn samples(path: &Path, pick: Pick) -> Samples {
 
 #[test]
 fn a_dataset_behind_a_link_must_be_in_an_allowed_folder() {
-    let fixture = expected();
-    let dir = tempfile::tempdir().unwrap();
+    let (fixture, dir) = set_up();
     let path_of = |name: &str| dir.path().canonicalize().unwrap().join(name);
     for folder in ["root", "root/set", "root/other", "outside"] {
         std::fs::create_dir(path_of(folder)).unwrap();
@@ -77,7 +74,6 @@ fn a_dataset_behind_a_link_must_be_in_an_allowed_folder() {
     for folder in ["root/set", "root/other", "outside"] {
         write_dataset(&path_of(folder), &fixture);
     }
-    write_model(dir.path(), &fixture);
     let allowed = AllowedFolders { below: vec![path_of("root").display().to_string()], except: Vec::new() };
     let ask = |path: &str| {
         let (path, allowed) = (path_of(path).display().to_string(), Some(allowed.clone()));
@@ -112,9 +108,7 @@ fn a_dataset_behind_a_link_must_be_in_an_allowed_folder() {
 
 #[test]
 fn pictures_are_shown_stored_and_augmented() {
-    let fixture = expected();
-    let dir = tempfile::tempdir().unwrap();
-    write_dataset(dir.path(), &fixture);
+    let (fixture, dir) = set_up();
     let labels = synthetic::labels("looking.labels", fixture.count, 10);
     let decoded = |png: &str| {
         use base64::Engine as _;

@@ -16,9 +16,8 @@ const H: f32 = 4e-3;
 /// A network whose numbers of channels, rows and classes have few divisors.
 fn small_network() -> Arc<Network> {
     let mut network = Network::new("small", SIDE, 3, 10);
-    let conv = network.conv("conv1", network.input(), 9, 3, 1);
-    let norm = network.batch_norm("bn1", conv);
-    let relu = network.relu(norm);
+    let input = network.input();
+    let relu = conv_norm_relu(&mut network, "conv1", input, [9, 3, 1]);
     let conv = network.conv("conv2", relu, 12, 5, 2);
     let relu = network.relu(conv);
     let conv = network.grouped_conv("conv3", relu, 9, 3, 1, 3);

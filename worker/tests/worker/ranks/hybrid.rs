@@ -23,20 +23,25 @@ pub(super) fn staged(stages: usize, plan: Plan) -> Plan {
     Plan { mesh: Mesh { stage: stages, ..plan.mesh }, ..plan }
 }
 
-/// This rank's part of rank 0's `state`.
-pub(super) fn part_of_state(
+/// Loads this rank's part of the whole network's `state`.
+pub(super) fn load_state(
+    engine: &mut dyn Engine,
     network: &Network,
     plan: &Plan,
     comm: &dyn ProcessGroup,
     state: &StateDict,
-) -> StateDict {
+) {
     let distribution = Distribution::new(network, plan, comm).unwrap();
     let part = |whole: &NamedTensors| distribution.scatter(Some(whole.clone()), shapes(whole)).unwrap();
     let optimizer = state
         .optimizer
         .as_ref()
         .map(|whole| OptimizerState { slots: part(&whole.slots), updates: whole.updates });
-    StateDict { parameters: part(&state.parameters), optimizer, ..StateDict::default() }
+    let own_state = StateDict { parameters: part(&state.parameters), optimizer, ..StateDict::default() };
+    // Ranks of one machine share the weights.
+    comm.barrier().unwrap();
+    engine.load_state_dict(&own_state).unwrap();
+    comm.barrier().unwrap();
 }
 
 /// The number of parts into which ranks divide a batch. Ranks that share rows or stages read the same part.
@@ -47,13 +52,10 @@ pub(super) fn data_ranks(plan: &Plan) -> usize {
 /// A residual network with grouped convolutions, a max pooling and numbers of channels with few divisors.
 pub(super) fn grouped() -> Arc<Network> {
     let mut network = Network::new("grouped", SIDE, 3, 10);
-    let conv = network.conv("conv1", network.input(), 12, 3, 1);
-    let norm = network.batch_norm("bn1", conv);
-    let relu = network.relu(norm);
+    let input = network.input();
+    let relu = conv_norm_relu(&mut network, "conv1", input, [12, 3, 1]);
     let pooled = network.max_pool(relu, 3, 2);
-    let conv = network.conv("block.conv1", pooled, 15, 1, 1);
-    let norm = network.batch_norm("block.bn1", conv);
-    let relu = network.relu(norm);
+    let relu = conv_norm_relu(&mut network, "block.conv1", pooled, [15, 1, 1]);
     let conv = network.grouped_conv("block.conv2", relu, 20, 3, 1, 5);
     let norm = network.batch_norm("block.bn2", conv);
     let relu = network.relu(norm);
@@ -69,13 +71,10 @@ pub(super) fn grouped() -> Arc<Network> {
 /// A network with strided windows of 7x7 and 5x5 pixels, which reach into the rows of several ranks.
 fn large_windows() -> Arc<Network> {
     let mut network = Network::new("large-windows", SIDE, 3, 10);
-    let conv = network.conv("conv1", network.input(), 8, 7, 1);
-    let norm = network.batch_norm("bn1", conv);
-    let relu = network.relu(norm);
+    let input = network.input();
+    let relu = conv_norm_relu(&mut network, "conv1", input, [8, 7, 1]);
     let pooled = network.max_pool(relu, 5, 2);
-    let conv = network.conv("conv2", pooled, 8, 5, 2);
-    let norm = network.batch_norm("bn2", conv);
-    let relu = network.relu(norm);
+    let relu = conv_norm_relu(&mut network, "conv2", pooled, [8, 5, 2]);
     let conv = network.conv("conv3", relu, 8, 1, 2);
     let norm = network.batch_norm("bn3", conv);
     let average = network.global_average_pool(norm);
@@ -180,9 +179,7 @@ fn norms_and_mixed_labels_are_exact_with_unequal_micro_batches() {
         ..part_of(all, pictures(step, from, to))
     };
     for kind in [OptimizerKind::Lars, OptimizerKind::Lamb, OptimizerKind::AdamW] {
-        // With a smaller epsilon, the sign of a gradient of almost 0 would decide the update.
-        let optimizer = Optimizer { kind, weight_decay: 1e-3, epsilon: 1e-3, ..Optimizer::default() };
-        let config = EngineConfig { optimizer, accumulate: 2, ..config(5) };
+        let config = EngineConfig { optimizer: optimizer(kind, 1e-3), accumulate: 2, ..config(5) };
         let run = |plan: &Plan| {
             let per_rank = 4 / data_ranks(plan);
             let (has_shm, zero_init_residual) = (true, false);
@@ -249,10 +246,7 @@ fn the_state_of_one_plan_can_be_loaded_under_any_other() {
             let config = EngineConfig { batch_size: per_rank, ..adam.clone() };
             let initial = init::initial_parameters(&network, false, 2);
             let mut engine = build_cpu_with(network.clone(), &initial, config, comm.clone(), plan).unwrap();
-            let own_state = part_of_state(&network, plan, comm.as_ref(), &state);
-            comm.barrier().unwrap();
-            engine.load_state_dict(&own_state).unwrap();
-            comm.barrier().unwrap();
+            load_state(&mut *engine, &network, plan, comm.as_ref(), &state);
             if let Some(saved) = engine.state_dict(&Writers::default()).unwrap() {
                 assert!(saved == state, "the loaded state is saved unchanged");
             }

@@ -21,7 +21,7 @@ use lockstep_data::loader::Batch;
 use lockstep_engine::{
     Engine, EngineConfig, EngineError, LossConfig, Optimizer, OptimizerState, StateDict, StepResult, Writers,
     build_cpu, build_cpu_with,
-    net::{Network, init, resnet},
+    net::{Network, TensorId, init, resnet},
     plan::Plan,
     slots,
 };
@@ -41,9 +41,26 @@ fn network() -> Arc<Network> {
     Arc::new(resnet::build(&model, SIDE, 3, 10).unwrap())
 }
 
+/// Appends the convolution `name`, its batch norm (named `bn` instead of `conv`) and a ReLU.
+fn conv_norm_relu(
+    network: &mut Network,
+    name: &str,
+    input: TensorId,
+    [channels, kernel, stride]: [usize; 3],
+) -> TensorId {
+    let conv = network.conv(name, input, channels, kernel, stride);
+    let norm = network.batch_norm(name.replace("conv", "bn"), conv);
+    network.relu(norm)
+}
+
 fn config(batch_size: usize) -> EngineConfig {
     let loss = LossConfig { label_smoothing: 0.1, ..LossConfig::default() };
     EngineConfig { loss, threads: 1, ..pytorch::config(batch_size, pytorch::sgd(1e-4)) }
+}
+
+fn optimizer(kind: OptimizerKind, weight_decay: f32) -> Optimizer {
+    // With a smaller epsilon, the sign of a gradient of almost 0 would decide the update.
+    Optimizer { kind, weight_decay, epsilon: 1e-3, ..Optimizer::default() }
 }
 
 /// An engine with the weights of seed 1, which are equal on every rank.

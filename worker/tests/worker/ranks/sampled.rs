@@ -1,7 +1,7 @@
 //! A step that samples the classes (Partial FC) equals a step of a classifier with only these classes. The other classes stay unchanged.
 
 use super::{
-    hybrid::{data_rank, data_ranks, max_excess, part_of_state, plan, staged},
+    hybrid::{data_rank, data_ranks, load_state, max_excess, plan, staged},
     *,
 };
 use lockstep_engine::Margin;
@@ -19,12 +19,9 @@ const LR: f32 = 0.05;
 
 fn wide(classes: usize) -> Arc<Network> {
     let mut network = Network::new("wide", SIDE, 3, classes);
-    let conv = network.conv("conv1", network.input(), 8, 3, 1);
-    let norm = network.batch_norm("bn1", conv);
-    let relu = network.relu(norm);
-    let conv = network.conv("conv2", relu, 16, 3, 2);
-    let norm = network.batch_norm("bn2", conv);
-    let relu = network.relu(norm);
+    let input = network.input();
+    let relu = conv_norm_relu(&mut network, "conv1", input, [8, 3, 1]);
+    let relu = conv_norm_relu(&mut network, "conv2", relu, [16, 3, 2]);
     let average = network.global_average_pool(relu);
     network.linear("fc", average, classes);
     Arc::new(network)
@@ -68,10 +65,7 @@ fn run(plan: &Plan, config: &EngineConfig, steps: Range<usize>, state: Option<&S
         let initial = init::initial_parameters(&network, false, 1);
         let mut engine = build_cpu_with(network.clone(), &initial, config, comm.clone(), plan).unwrap();
         if let Some(state) = state {
-            let own_state = part_of_state(&network, plan, comm.as_ref(), state);
-            comm.barrier().unwrap();
-            engine.load_state_dict(&own_state).unwrap();
-            comm.barrier().unwrap();
+            load_state(&mut *engine, &network, plan, comm.as_ref(), state);
         }
         let mut of_steps = vec![(None, engine.state_dict(&Writers::default()).unwrap())];
         for number in steps.clone() {
@@ -133,10 +127,7 @@ fn select_classes(state: &StateDict, classes: &[usize]) -> StateDict {
 
 fn config_with_sample(kind: OptimizerKind, accumulate: usize) -> EngineConfig {
     let loss = LossConfig { sample_share: SHARE, seed: 3, ..LossConfig::default() };
-    // With a smaller epsilon, the sign of a gradient of almost 0 would decide the update.
-    let optimizer =
-        Optimizer { kind, momentum: 0.9, weight_decay: 1e-2, epsilon: 1e-3, ..Optimizer::default() };
-    EngineConfig { loss, optimizer, accumulate, ..config(0) }
+    EngineConfig { loss, optimizer: optimizer(kind, 1e-2), accumulate, ..config(0) }
 }
 
 #[test]

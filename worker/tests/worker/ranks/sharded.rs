@@ -1,7 +1,7 @@
 //! Optimizer state that ranks divide among them (ZeRO-1): the same losses, weights and checkpoints as on one rank with the whole state.
 
 use super::{
-    hybrid::{data_rank, max_excess, part_of_state, plan},
+    hybrid::{data_rank, load_state, max_excess, plan},
     *,
 };
 use lockstep_protocol::spec::Split;
@@ -25,18 +25,15 @@ fn sharded(plan: Plan) -> Plan {
 /// More than two million weights, so gradients are summed in float32. Nearly all of them are one parameter.
 fn wide() -> Arc<Network> {
     let mut network = Network::new("wide", SIDE, 3, 64_000);
-    let conv = network.conv("conv1", network.input(), 32, 3, 1);
-    let norm = network.batch_norm("bn1", conv);
-    let relu = network.relu(norm);
+    let input = network.input();
+    let relu = conv_norm_relu(&mut network, "conv1", input, [32, 3, 1]);
     let average = network.global_average_pool(relu);
     network.linear("fc", average, 64_000);
     Arc::new(network)
 }
 
 fn config_of(kind: OptimizerKind, accumulate: usize) -> EngineConfig {
-    // With a smaller epsilon, the sign of a gradient of almost 0 would decide the update.
-    let optimizer = Optimizer { kind, weight_decay: 1e-3, epsilon: 1e-3, ..Optimizer::default() };
-    EngineConfig { optimizer, accumulate, ..config(GLOBAL) }
+    EngineConfig { optimizer: optimizer(kind, 1e-3), accumulate, ..config(GLOBAL) }
 }
 
 /// Mean losses of the steps, and the state for a checkpoint after them. The ranks share no memory. Of three ranks, the first has half
@@ -130,9 +127,9 @@ fn divided_state_can_be_loaded_on_any_ranks_with_and_without_sharding() {
         let mut of_ranks = run_ranks(plan.mesh.ranks() as u32, false, |comm| {
             let from = data_rank(plan, &comm) * per_rank;
             let initial = init::initial_parameters(&network, false, 2);
-            let own_state = part_of_state(&network, plan, comm.as_ref(), &state);
-            let mut engine = build_cpu_with(network.clone(), &initial, config.clone(), comm, plan).unwrap();
-            engine.load_state_dict(&own_state).unwrap();
+            let mut engine =
+                build_cpu_with(network.clone(), &initial, config.clone(), comm.clone(), plan).unwrap();
+            load_state(&mut *engine, &network, plan, comm.as_ref(), &state);
             if let Some(loaded) = engine.state_dict(&Writers::default()).unwrap() {
                 assert!(loaded == state, "the loaded state is saved unchanged");
             }
@@ -185,19 +182,18 @@ fn each_rank_keeps_its_share_of_the_optimizer_s_state() {
         })
     };
     // 2,112,928 parameters with two float32 slots each.
-    for description in exchange(sharded(Plan::data(4)), false) {
-        assert!(description.ends_with("; a rank keeps 4.23 of 16.90 MB of optimizer state"), "{description}");
-    }
-    for description in exchange(sharded(plan([2, 1, 2], &[])), false) {
-        assert!(description.ends_with("; a rank keeps 4.23 of 16.90 MB of optimizer state"), "{description}");
-    }
-    for description in exchange(sharded(Plan::data(2)), true) {
-        assert!(
-            description.ends_with(
-                "saves nothing here, because they also share one copy of the optimizer state, 16.90 MB"
-            ),
-            "{description}"
-        );
+    let (keeps_share, shares_copy) = (
+        "; a rank keeps 4.23 of 16.90 MB of optimizer state",
+        "saves nothing here, because they also share one copy of the optimizer state, 16.90 MB",
+    );
+    for (plan, has_shm, expected) in [
+        (Plan::data(4), false, keeps_share),
+        (plan([2, 1, 2], &[]), false, keeps_share),
+        (Plan::data(2), true, shares_copy),
+    ] {
+        for description in exchange(sharded(plan), has_shm) {
+            assert!(description.ends_with(expected), "{description}");
+        }
     }
     for description in exchange(Plan::data(2), false) {
         assert!(!description.contains("optimizer"), "{description}");

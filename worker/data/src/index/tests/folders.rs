@@ -41,7 +41,7 @@ fn unchanged_folders_are_skipped_until_a_change_is_found() {
 fn changes_of_files_are_detected_by_their_folders() {
     let fixture = Fixture::new(3, 4);
     let trusting_counts = || counts(&open_trusting_folders(&fixture));
-    // Each opening that examines all files stores the folders.
+    // `Fixture::open` examines all files and writes the folder cache.
     let examine_all = || {
         backdate(&fixture);
         assert_eq!(counts(&fixture.open().unwrap()), trusting_counts());
@@ -83,9 +83,10 @@ fn recently_changed_or_unknown_folders_are_checked() {
     // A folder that changed just now could change again with the same time, so it is not cached.
     rewrite(20);
     assert_eq!(width(), 20);
-    // Without a minimum age, the folders were stored. Now the index is rebuilt.
+    // The last opening had no minimum age, so it cached the folder, and the change is not noticed.
     rewrite(30);
     assert_eq!(width(), 20, "the folder cache is used");
+    // Rebuilds the index, so the saved folder cache no longer belongs to it.
     fixture.open().unwrap();
     let cache = fs::read(fixture.cached_file("folders").unwrap()).unwrap();
     rewrite(40);

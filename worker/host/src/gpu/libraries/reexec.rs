@@ -1,7 +1,7 @@
 //! Executes the program again with another environment. The dynamic linker reads `LD_LIBRARY_PATH` only when a
 //! process starts.
 
-use super::{Libraries, Library, check_loadable};
+use super::{Libraries, Library, cache, check_loadable};
 use std::{
     fs, io,
     os::unix::fs::{DirBuilderExt, MetadataExt, symlink},
@@ -11,16 +11,12 @@ use std::{
 /// Environment variable set for the second execution, to prevent a third.
 const REEXECUTED_VARIABLE: &str = "LOCKSTEP_LIBRARIES";
 
-/// The folder for links to libraries: in the user's cache folder, or else in the folder for temporary files.
+/// The folder for links to libraries: in the [cache](cache::dir), or else in the folder for temporary files.
 ///
 /// # Errors
 /// No folder can be created.
 pub fn links_dir() -> io::Result<PathBuf> {
-    let cache = std::env::var_os("XDG_CACHE_HOME")
-        .map(PathBuf::from)
-        .or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")))
-        .filter(|dir| dir.is_absolute())
-        .map(|dir| dir.join("lockstep").join("libraries"));
+    let cache = cache::dir().filter(|dir| dir.is_absolute()).map(|dir| dir.join("libraries"));
     let create_private = |dir: &Path| -> io::Result<()> {
         fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
         let metadata = fs::symlink_metadata(dir)?;

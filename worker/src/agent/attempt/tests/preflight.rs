@@ -7,16 +7,9 @@ async fn missing_requirements_are_reported_before_the_start() {
     let mut fixture = fixture(2, "echo '{\"Err\":\"/none does not exist\"}'");
     fixture.context.check = crate::agent::preflight::check;
     let attempt = fixture.start();
-    match fixture.wait_for_end(&attempt).await {
-        Ending::Failed { reason, retriable: false } => {
-            assert!(
-                reason.words().contains("the dataset cannot be read: /none does not exist"),
-                "{reason:?}"
-            );
-            assert!(matches!(reason.kind(), ReasonKind::DatasetUnusable { rank: None, .. }), "{reason:?}");
-        }
-        other => panic!("{other:?}"),
-    }
+    let reason = failure(fixture.wait_for_end(&attempt).await, false);
+    assert!(reason.words().contains("the dataset cannot be read: /none does not exist"), "{reason:?}");
+    assert!(matches!(reason.kind(), ReasonKind::DatasetUnusable { rank: None, .. }), "{reason:?}");
     assert!(!rank_file(&fixture.stored.attempt_dir(), 0, "pid").exists());
 }
 

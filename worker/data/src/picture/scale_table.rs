@@ -7,9 +7,10 @@ use std::ops::Range;
 /// `ResizeAlg::Convolution(FilterType::Bilinear)` on bytes), so that both produce the same pictures.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ScaleTable {
-    /// For each output: the first input, the number of inputs, then `taps` weights. Uploaded to the GPU unchanged.
+    /// For each output pixel: the index of the first input pixel, the number of input pixels, then `taps` weights (unused
+    /// weights are 0). Uploaded to the GPU unchanged.
     pub entries: Vec<i32>,
-    /// The largest number of inputs of an output.
+    /// The largest number of input pixels of an output pixel.
     pub taps: u32,
     /// Number of fraction bits of a weight.
     pub shift: u32,
@@ -21,15 +22,15 @@ impl ScaleTable {
         Self::window(from, 0.0, f64::from(from), to)
     }
 
-    /// The table for scaling `length` of `from` pixels, starting at `first`, to `to` pixels. The filter also uses the
-    /// pixels around this window.
+    /// The table that scales the window [`first`, `first + length`) of a row of `from` pixels to `to` pixels. The filter
+    /// also uses the pixels around this window.
     pub fn window(from: u32, first: f64, length: f64, to: u32) -> Self {
         // The same computation as in the host's resizer, for equal rounding.
         let scale = ((first + length) - first) / f64::from(to);
         let radius = scale.max(1.0);
         let inverse_radius = 1.0 / radius;
         let max_taps = radius.ceil() as usize * 2 + 1;
-        // The first input, the number of inputs and the weights of each output.
+        // The first input pixel, the number of input pixels and the weights of each output pixel.
         let (mut starts, mut counts) = (Vec::with_capacity(to as usize), Vec::with_capacity(to as usize));
         let mut weights = Vec::with_capacity(to as usize * max_taps);
         for out in 0..to {
@@ -41,7 +42,7 @@ impl ScaleTable {
             let mut start = inputs.start;
             for x in inputs {
                 let weight = (1.0 - ((f64::from(x) - middle) * inverse_radius).abs()).max(0.0);
-                // Inputs with weight 0 at both ends are left out.
+                // Input pixels with weight 0 at both ends are left out.
                 if weight == 0.0 && weights.len() == first_weight {
                     start = x + 1;
                 } else {
@@ -57,8 +58,8 @@ impl ScaleTable {
             counts.push(weights.len() - first_weight);
         }
         let largest = weights.iter().fold(0.0f64, |a, b| a.max(*b));
-        // As many fraction bits as possible with every weight below 2^15, but at most 21, because the sum of an output's
-        // bytes times their weights must fit in 32 bits.
+        // Use as many fraction bits as keep every weight below 2^15, and at most 21: the weighted sum of the input bytes
+        // must fit in 32 bits.
         let shift = (0..21).find(|s| (largest * f64::from(1u32 << (s + 1))).round() >= 32768.0).unwrap_or(21);
         let taps = counts.iter().copied().max().unwrap_or(1);
         let mut entries = Vec::with_capacity(starts.len() * (2 + taps));
@@ -72,7 +73,7 @@ impl ScaleTable {
         Self { entries, taps: taps as u32, shift }
     }
 
-    /// The maximum number of inputs that `band` neighbouring outputs (starting at a multiple of `band`) need.
+    /// The maximum number of input pixels that `band` neighbouring output pixels (starting at a multiple of `band`) need.
     pub fn span(&self, band: u32) -> u32 {
         let outputs: Vec<&[i32]> = self.entries.chunks_exact(2 + self.taps as usize).collect();
         let spans = outputs.chunks(band.max(1) as usize).filter_map(|neighbours| {
@@ -84,7 +85,7 @@ impl ScaleTable {
         spans.max().unwrap_or(1)
     }
 
-    /// The range of inputs that any output needs.
+    /// The range of input pixels that any output pixel needs.
     pub fn inputs(&self) -> Range<u32> {
         let outputs = || self.entries.chunks_exact(2 + self.taps as usize);
         let first = outputs().map(|o| o[0]).min().unwrap_or(0);

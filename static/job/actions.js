@@ -94,6 +94,7 @@ export class Actions {
           this.page.deleteFailed();
           // For example, checkpoints of the job are registered as versions of a model: the same request would be refused again.
           byId("confirm-yes").hidden = error.status === 409;
+          if (error.status === 409) setText(byId("confirm-text"), "The job was not deleted.");
           throw error;
         }
         location.href = "/jobs";

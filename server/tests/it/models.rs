@@ -152,7 +152,7 @@ async fn test_models(server: TestServer) {
     assert!(!refused.1.to_string().contains("fork"), "{refused:?}");
     assert_refused(refused, 409, &versions);
     let retried = server.post(&format!("/jobs/{job}/retry"), &Value::Null).await;
-    assert_refused(retried, 409, &[&versions[..], &["or fork the job instead"]].concat());
+    assert_refused(retried, 409, &[&versions[..], &["or fork the job instead"][..]].concat());
     for version in [1, 3] {
         assert_eq!(server.delete(&format!("/models/shoes/versions/{version}")).await.0, 204);
     }

@@ -142,7 +142,7 @@ pub(super) async fn mark_trained_validation(store: &dyn Store, jobs: &mut [Job])
 /// The numbers of validation pictures of the classes. `None` if they are not counted, or the dataset has changed since the job, which was
 /// validated with this number of pictures.
 fn validation_counts<'a>(spec: &JobSpec, info: &'a DatasetInfo, pictures: u64) -> Option<&'a [u64]> {
-    let per_class = match &spec.data.validation {
+    let per_class: &[u64] = match &spec.data.validation {
         _ if spec.data.folds.is_some() => return None,
         Validation::Split(name) => &info.split(name)?.per_class,
         fraction => {

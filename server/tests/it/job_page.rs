@@ -132,7 +132,8 @@ async fn a_job_shows_whether_its_accuracy_improves_and_why_it_is_low() {
     // The job's validation pictures are now counted, and one class has none.
     let mut counted = dataset_info();
     counted.splits[1] = SplitInfo { name: "test".into(), samples: 2000, per_class: vec![2000, 0] };
-    let inspect = server.post("/datasets/pictures/inspect", &json!({}));
+    let nothing = json!({});
+    let inspect = server.post("/datasets/pictures/inspect", &nothing);
     assert_eq!(tokio::join!(inspect, agent.answer_inspection(Ok(counted))).0.0, 200);
     let (_, job) = server.get(&format!("/jobs/{id}")).await;
     let diagnosis = job["diagnosis"].as_str().unwrap();

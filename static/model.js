@@ -24,6 +24,7 @@ for (const button of document.querySelectorAll("[data-remove]")) {
   const { remove } = button.dataset;
   button.addEventListener("click", () => confirmThen({
     title: `Remove version ${remove} of ${name}?`, detail: "The job keeps the checkpoint. No other version gets this number.", yes: "Remove it",
-    act: async () => { await ask(`${path}/versions/${remove}`, { method: "DELETE" }); location.reload(); },
+    // With its last version, the model and its page are gone.
+    act: async () => { await ask(`${path}/versions/${remove}`, { method: "DELETE" }); if (document.querySelectorAll("[data-version]").length > 1) location.reload(); else location.replace("/models"); },
   }));
 }

@@ -70,7 +70,7 @@ export function age(then, now) {
 }
 
 /** The same as `nouns` in protocol/src/numbers.rs. */
-const nouns = (n, noun) => (n === 1 ? noun : /(s|x|ch|sh)$/.test(noun) ? `${noun}es` : `${noun}s`);
+export const nouns = (n, noun) => (n === 1 ? noun : /(s|x|ch|sh)$/.test(noun) ? `${noun}es` : `${noun}s`);
 
 export const plural = (n, noun) => `${count(n)} ${nouns(n, noun)}`;
 

@@ -151,9 +151,9 @@ export function errorTexts(error) {
   return error.errors.map(({ pointer = "", detail }) => `${pointer ? `${pointer.slice(1).replaceAll("/", ".")}: ` : ""}${detail}`).join("\n");
 }
 
-/** Shows `live`, `reconnecting` or `40 s behind`. Screen readers announce the kind of status, and not every second. */
+/** Shows `live`, `reconnecting`, `40 s behind`, `deleted` or `stopped`. Screen readers announce the kind of status, and not every second. */
 export function showLive(status) {
-  const node = byId("live"), kind = status === "live" ? "live" : status === "reconnecting" ? "away" : "behind";
+  const node = byId("live"), kind = status === "reconnecting" ? "away" : status.endsWith("behind") ? "behind" : status;
   node.hidden = false;
   setText(node, status);
   if (node.dataset.status === kind) return;

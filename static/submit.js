@@ -13,7 +13,7 @@ offerBundled();
 const CHECK_AFTER_MS = 250;
 const form = byId("job-form"), fields = [...form.querySelectorAll("[data-default]")];
 /** The fields beside which mistakes are shown before the form is submitted. */
-let touched = new Set();
+let touched = new Set(fields.filter(({ name, value }) => name === "data.dataset" && value));
 /** The values of each recipe, and the hidden field with the name of the recipe whose values the fields have. */
 const recipes = JSON.parse(form.dataset.recipes), filledRecipe = byId("filled");
 /** Maximum number of jobs whose best checkpoints are offered as weights. */
@@ -155,6 +155,8 @@ function fillForm(spec) {
 /** Marks the value of a field as the reader's, which neither a recipe nor a suggestion replaces. */
 function markEdited(field) {
   touched.add(field);
+  // Two batch sizes are a mistake in the global one.
+  if (field.name === "train.batch_size") touched.add(fieldOf("train.global_batch_size"));
   proposed.delete(field);
 }
 

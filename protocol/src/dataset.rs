@@ -3,7 +3,7 @@
 use crate::{
     limits::{BROKEN_FILE_CHARS, CLASS_NAME_BYTES, CLASS_NAMES_BYTES},
     numbers::plural,
-    spec::Validation,
+    spec::{DataSpec, Validation},
 };
 use serde::{Deserialize, Serialize};
 use std::{collections::HashSet, fmt};
@@ -165,6 +165,19 @@ impl DatasetInfo {
             |split| format!("{} (data.validation = \"{}\")", split.name, split.name),
         );
         Some(format!("{names} {have} left out: measure jobs by {instead}"))
+    }
+
+    /// A warning about classes that have no validation picture or no training picture in a job with this data; `None` without such classes,
+    /// or if an inspection has not counted the job's pictures.
+    pub fn classes_lacking_pictures(&self, data: &DataSpec) -> Option<String> {
+        match &data.validation {
+            _ if data.folds.is_some() => None,
+            Validation::Split(split) => self.unvalidated_classes(split),
+            fraction => {
+                self.count_held_out(fraction, data.validation_seed)?;
+                self.uncovered_classes()
+            }
+        }
     }
 
     /// A warning about classes that have training pictures and none in `split`, which validates the network; `None` without such classes.
@@ -456,6 +469,23 @@ mod tests {
                 .unwrap()
                 .starts_with("2 classes have no validation picture: \"cat\", \"fox\". ")
         );
+        // One picture of each class: one class lacks a validation picture, and the other a training picture.
+        let train = SplitInfo { name: "train".into(), samples: 2, per_class: vec![1, 1] };
+        let held_out = Some(HeldOut { validation_seed: 7, per_class: vec![0, 1] });
+        let info =
+            DatasetInfo { classes: names("a b"), splits: vec![train], held_out, ..DatasetInfo::default() };
+        let lacking = |seed, folds| {
+            info.classes_lacking_pictures(&DataSpec {
+                validation: Validation::Fraction(held_out_share(2)),
+                validation_seed: seed,
+                folds,
+                ..DataSpec::default()
+            })
+        };
+        let words = lacking(7, None).unwrap();
+        let expected = "1 class has no validation picture: \"a\"; 1 class has no training picture: \"b\". Pictures are held out";
+        assert!(words.starts_with(expected), "{words}");
+        assert_eq!((lacking(8, None), lacking(7, Some(2))), (None, None), "not counted");
         let many = names("a b c d e f g");
         let words = lacking_classes(&many.iter().collect::<Vec<_>>(), "training").unwrap();
         assert!(

@@ -6,7 +6,7 @@ use lockstep_protocol::{
     agent::AttemptEvent,
     dataset::DatasetInfo,
     numbers::plural,
-    spec::{Validation, from_toml},
+    spec::from_toml,
     suggestion::{CommentedKeys, Suggestion},
 };
 use lockstep_worker::report::{Tail, events_path};
@@ -89,11 +89,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     file.write_all(text.as_bytes())?;
     output::line(format_args!("{shown}: {}", dataset::describe(&info)))?;
     dataset::print_broken_files(&info)?;
-    let warning = match &spec.data.validation {
-        Validation::Split(split) => info.unvalidated_classes(split),
-        Validation::Fraction(_) => info.uncovered_classes(),
-    };
-    if let Some(words) = warning {
+    if let Some(words) = info.classes_lacking_pictures(&spec.data) {
         output::warn(format_args!("warning: {words}"));
     }
     output::warn("measuring a few steps on this machine");

@@ -206,7 +206,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let result = runtime.block_on(async {
         // Listens for signals before the address is printed: a program that reads the address may stop the server at once.
         let mut signals = StopSignals::listen()?;
+        let is_new = !config.data_dir.exists();
         let mut server = Server::start(config).await.map_err(with_exit_status)?;
+        if is_new && let Ok(data_dir) = server.data_dir.canonicalize() {
+            tracing::info!("created the data directory {}", data_dir.display());
+        }
         output::line(format_args!("dashboard: {}", server.running.url()))?;
         if !args.no_auth {
             // The link works once, within ten minutes. It is printed even into a log, like the links of notebook servers, because people who

@@ -95,6 +95,7 @@ export class Actions {
           // Hides the button after a conflict (409), because the same request would be refused again, for example if checkpoints of the job
           // are registered as versions of a model.
           byId("confirm-yes").hidden = error.status === 409;
+          if (error.status === 409) setText(byId("confirm-text"), "The job was not deleted.");
           throw error;
         }
         location.href = "/jobs";

@@ -15,7 +15,9 @@ const errorOf = (page, label) => page.getByLabel(label, { exact: true }).locator
 
 describe("the form", () => {
   test("shows an error beside its field while typing, and submits nothing until all errors are corrected", async () => {
-    const page = await browser.page(server, "/jobs/new", { expectedErrors: [/422/] });
+    const page = await browser.page(server, "/jobs/new?dataset=nosuch", { expectedErrors: [/422/] });
+    await until("the unknown dataset is named at once", async () => /^no dataset is called "nosuch"/.test(await errorOf(page, "Dataset").textContent()));
+    await page.goto(`${server.url}/jobs/new`);
     const lr = page.getByLabel("Learning rate", { exact: true });
     const asksBeforeLeaving = () => page.evaluate(() => !dispatchEvent(new Event("beforeunload", { cancelable: true })));
     assert.equal(await asksBeforeLeaving(), false);

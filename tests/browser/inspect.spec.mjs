@@ -159,6 +159,10 @@ describe("a model", () => {
     await version(1).getByRole("button", { name: "Remove version 1" }).click();
     await page.getByRole("button", { name: "Remove it" }).click();
     await until("version 1 is removed", async () => (await version(2).isVisible()) && (await version(1).count()) === 0);
+    await version(2).getByRole("button", { name: "Remove the alias champion" }).click();
+    await version(2).getByRole("button", { name: "Remove version 2" }).click();
+    await page.getByRole("button", { name: "Remove it" }).click();
+    await page.waitForURL(`${server.url}/models`);
     await page.end();
   });
 
@@ -254,7 +258,7 @@ describe("data", () => {
     await zipFile.waitFor();  // The form is hidden until its script runs, and a file can be set in a hidden form.
     await zipFile.setInputFiles(pictures[0].file);
     await page.getByRole("button", { name: "Upload", exact: true }).click();
-    await until("the mistake is shown beside the file", async () => /zip file/.test(await page.locator("#u-file-error").textContent()));
+    await until("the mistake is shown beside the file", async () => /is not a zip file\. A zip file needs a folder/.test(await page.locator("#u-file-error").textContent()));
     await page.getByLabel("Name of the dataset").fill("");
     await zipFile.setInputFiles(join(dir, "photos.zip"));
     assert.equal(await page.getByLabel("Name of the dataset").inputValue(), "photos");

@@ -276,6 +276,7 @@ mod tests {
         assert_eq!(page.form.text("data.dataset"), "newer");
         let html = page.render().expect("renders");
         assert!(html.contains(r#"name="train.seed" value="" placeholder="0""#), "{html}");
+        assert!(html.contains(r#"placeholder="untitled" data-default="""#), "{html}");
     }
 
     #[test]

@@ -407,7 +407,7 @@ fn zip_error(error: ZipError) -> UploadError {
         ZipError::UnsupportedArchive(_) | ZipError::CompressionMethodNotSupported(_) => {
             "the zip file is encrypted, or uses a form of compression that is not supported; pack the folder again".into()
         }
-        _ => format!("the zip file is not complete; {ARCHIVE_ADVICE}"),
+        _ => "the zip file is damaged or not complete; pack it again, or upload it again".into(),
     };
     tracing::info!(%error, "an uploaded zip file cannot be read");
     UploadError::Wrong(why)

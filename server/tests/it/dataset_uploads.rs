@@ -82,11 +82,15 @@ async fn an_uploaded_zip_file_becomes_a_dataset_and_is_removed_with_it() {
             b"no zip file".to_vec(),
             "the uploaded file is not a zip file; upload a zip file with a folder",
         ),
-        ("cut", b"PK no end".to_vec(), "the zip file is not complete; upload a zip file with a folder"),
+        ("cut", b"PK no end".to_vec(), "the zip file is damaged or not complete; pack it again"),
     ] {
         assert_eq!(upload_piece(name, 0, &bytes).await.0, 204);
         assert_refused(register(name).await, 422, message);
     }
     assert_eq!(register("never-sent").await.0, 422);
+    // Only the owner and admins are told that a dataset can be removed.
+    agent.register(&server).await;
+    let (_, refused) = upload_piece("pictures", 0, first).await;
+    assert_eq!(refused["detail"], "a dataset is already called \"pictures\"; choose another name");
     server.stop().await;
 }

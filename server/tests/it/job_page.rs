@@ -1,12 +1,13 @@
 //! The HTML of a job's page, without scripts.
 
 use crate::{
-    agent::{best_checkpoint, losses, running, start_job},
+    agent::{best_checkpoint, dataset_info, losses, running, start_job},
     gangs::{connect_machines, rank_killed, start_gang},
     test_server::{TestServer, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, Evaluation, Source},
+    dataset::SplitInfo,
     job::JobState,
     metric::MetricColumn,
 };
@@ -128,6 +129,15 @@ async fn a_job_shows_whether_its_accuracy_improves_and_why_it_is_low() {
     ] {
         assert!(diagnosis.contains(part), "{diagnosis}");
     }
+    // The job's validation pictures are now counted, and one class has none.
+    let mut counted = dataset_info();
+    counted.splits[1] = SplitInfo { name: "test".into(), samples: 2000, per_class: vec![2000, 0] };
+    let nothing = json!({});
+    let inspect = server.post("/datasets/pictures/inspect", &nothing);
+    assert_eq!(tokio::join!(inspect, agent.answer_inspection(Ok(counted))).0.0, 200);
+    let (_, job) = server.get(&format!("/jobs/{id}")).await;
+    let diagnosis = job["diagnosis"].as_str().unwrap();
+    assert!(diagnosis.starts_with("1 class has no validation picture: \"dog\". "), "{diagnosis}");
     let (html, _) = read_page(&server, &id).await;
     // The text has quotation marks, which are escaped.
     let (beginning, _) = diagnosis.split_once('"').unwrap();

@@ -128,7 +128,9 @@ async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() 
     let train = SplitInfo { name: "train".into(), samples: 400, per_class: vec![200, 200] };
     let held_out = Some(HeldOut { validation_seed: 7, per_class: vec![42, 42] });
     let photos = DatasetInfo { splits: vec![train], held_out, ..dataset_info() };
-    agent.register_as(&server, "photos", photos).await;
+    agent.register_as(&server, "photos", photos.clone()).await;
+    let held_out = Some(HeldOut { validation_seed: 7, per_class: vec![0, 84] });
+    agent.register_as(&server, "no-cats", DatasetInfo { held_out, ..photos }).await;
     let spec_on = |name: &str, broken_files: &str| {
         let mut spec = spec();
         spec["data"] = json!({"dataset": name, "broken_files": broken_files});
@@ -185,17 +187,27 @@ async fn broken_files_and_classes_without_validation_pictures_cause_a_warning() 
         assert_eq!(warnings != "[]", warning.is_some(), "{warnings}");
         assert!(warnings.contains(warning.unwrap_or_default()), "{warnings}");
     }
-    // A class of the training split that has no validation picture is named.
-    for (validation, is_expected) in [(json!("test"), true), (json!("none"), false)] {
-        let mut spec = spec_on("no-dogs", "fail");
+    // A class of the training split that has no validation picture is named, if the pictures were counted.
+    for (name, validation, seed, lacking) in [
+        ("no-dogs", json!("test"), 0, Some("dog")),
+        ("no-dogs", json!("none"), 0, None),
+        ("no-cats", json!(0.2), 7, Some("cat")),
+        ("no-cats", json!(0.2), 8, None),
+    ] {
+        let mut spec = spec_on(name, "fail");
         spec["data"]["validation"] = validation;
+        spec["data"]["validation_seed"] = json!(seed);
         let (_, response) = server.post("/jobs/validate", &spec).await;
         let warnings = response["warnings"].to_string();
-        assert_eq!(
-            warnings.contains("1 class has no validation picture: \\\"dog\\\""),
-            is_expected,
-            "{response}"
-        );
+        let words = lacking.map(|class| format!("1 class has no validation picture: \\\"{class}\\\""));
+        assert_eq!(warnings.contains("no validation picture"), words.is_some(), "{response}");
+        assert!(warnings.contains(&words.unwrap_or_default()), "{response}");
+    }
+    let mut unusual = spec();
+    unusual["train"] = json!({"lr": 50, "epochs": 20_000});
+    let (_, response) = server.post("/jobs/validate", &unusual).await;
+    for part in ["train.lr = 50 is unusually high", "train.epochs = 20000 is unusually high"] {
+        assert!(response["warnings"].to_string().contains(part), "{response}");
     }
     // Without broken files, or with "skip", there is no warning. Jobs do not store warnings.
     for (name, broken_files) in [("five", "skip"), ("pictures", "fail")] {

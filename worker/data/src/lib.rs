@@ -146,7 +146,13 @@ impl Catalog {
             return named;
         }
         if !path.is_dir() {
-            let what = if path.exists() { "is a file; give its folder" } else { "does not exist" };
+            let what = match path.extension() {
+                _ if !path.exists() => "does not exist",
+                Some(extension) if extension.eq_ignore_ascii_case("zip") => {
+                    "is a zip file; unpack it and give the folder, or use \"Upload pictures\" on the page Datasets"
+                }
+                _ => "is a file; give its folder",
+            };
             return Err(DataError::file(path, what));
         }
         // An archive unpacks into its own folder. Accept that folder and its parent.
@@ -230,7 +236,8 @@ fn not_a_dataset(path: &Path) -> DataError {
         "; the folder is empty".into()
     } else if !folders.is_empty() {
         format!(
-            "; no picture lies directly in {}: add pictures to the class folders, or give the folder that contains them",
+            "; no picture lies directly in {}: move the pictures of each class directly into its folder, or choose a folder whose subfolders \
+             are the classes",
             list_names(&folders)
         )
     } else {
@@ -239,9 +246,9 @@ fn not_a_dataset(path: &Path) -> DataError {
     let contents =
         if entries.is_empty() { String::new() } else { format!("; it has {}", list_names(&entries)) };
     DataError::Invalid(format!(
-        "{} holds no known dataset: looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
+        "{} holds no known dataset{contents}{hint}; looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
          train-images-idx3-ubyte (IDX, .gz or not), train/<class>/ or two and more <class>/ (pictures), *.tar (WebDataset) and \
-         *.parquet{contents}{hint}",
+         *.parquet",
         path.display()
     ))
 }

@@ -18,7 +18,7 @@ use lockstep_protocol::{
     inspect::{MAX_CONCURRENT_REQUESTS, PROCESS_ENDED},
 };
 use std::{
-    io::{Read, Write},
+    io::{ErrorKind, Read, Write},
     path::Path,
     process::Stdio,
     sync::atomic::{AtomicBool, Ordering},
@@ -169,7 +169,12 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
             Ok(AgentReply::Fingerprint { found })
         }
         AgentRequest::InspectDataset { path, allowed } => {
-            let resolved = lockstep_data::canonical(Path::new(&path)).map_err(|e| format!("{path}: {e}"))?;
+            let resolved = lockstep_data::canonical(Path::new(&path)).map_err(|e| match e.kind() {
+                ErrorKind::NotFound => format!(
+                    "{path} does not exist on the training machine; give the path there, or upload the pictures as a zip file"
+                ),
+                _ => format!("{path}: {e}"),
+            })?;
             if let Some(allowed) = allowed.filter(|allowed| !is_allowed(allowed, &resolved)) {
                 return Err(allowed.refusal(&path));
             }

@@ -8,7 +8,7 @@ use lockstep_host::{
     files::allowed,
     tensors::fit::{Shapes, compare},
 };
-use lockstep_protocol::{agent::AllowedFolders, inspect::FitWeights};
+use lockstep_protocol::{agent::AllowedFolders, inspect::FitWeights, spec::KNOWN_WEIGHTS};
 use std::path::{Path, PathBuf};
 
 /// Why a network cannot start from these weights. `None` if the weights fit.
@@ -34,6 +34,14 @@ pub(super) fn find_mistake(request: &FitWeights) -> Option<String> {
 
 /// Returns the first file of the weights at `path`, and the shapes of all their tensors.
 fn read_shapes(path: &Path, allowed: Option<&AllowedFolders>) -> Result<(PathBuf, Shapes), String> {
+    if path.try_exists().is_ok_and(|exists| !exists) {
+        return Err(format!(
+            "{} does not exist on the training machine; give the path of a safetensors file there, a model (models:/NAME@ALIAS), a \
+             checkpoint's id, or a name of public weights ({})",
+            path.display(),
+            KNOWN_WEIGHTS.join(", ")
+        ));
+    }
     let path = allowed::resolve(path, allowed)?;
     let files =
         if path.is_dir() { checkpoint::files_of(&path, checkpoint::MODEL)? } else { vec![path.clone()] };
@@ -90,6 +98,11 @@ mod tests {
         }
         let message = find_mistake(&fit_request(&file, model(Arch::ResNet20, Stem::Imagenet), 10)).unwrap();
         assert!(message.contains("(set model.stem = \"cifar\")"), "{message}");
+        let message = find_mistake(&fit_request(Path::new("foo"), resnet20.clone(), 10)).unwrap();
+        assert!(
+            message.starts_with("foo does not exist on the training machine; give the path"),
+            "{message}"
+        );
         let tensor =
             |shape: &[usize]| HostTensor { shape: shape.to_vec(), values: vec![0.0; shape.iter().product()] };
         let file = write(dir.path(), &resnet20, |tensors| {

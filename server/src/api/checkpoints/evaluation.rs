@@ -251,7 +251,7 @@ async fn is_of_current_pictures(
 fn no_longer_registered(spec: &JobSpec) -> Error {
     Error::unprocessable(format!(
         "the dataset {0:?} is no longer registered; upload or register it again under this name (`lockstep dataset add {0} PATH`), \
-         or evaluate another dataset (--dataset)",
+         or evaluate another dataset (`lockstep evaluate JOB --dataset NAME`)",
         spec.data.dataset
     ))
 }

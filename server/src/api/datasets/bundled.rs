@@ -29,7 +29,7 @@ pub(crate) async fn register(
 ) -> Inspected<Response> {
     let missing = || Error::NotFound("this server has no bundled pictures".into());
     let bundled = config.bundled.ok_or_else(missing)?;
-    datasets::check_free(&datasets, bundled.name).await?;
+    datasets::check_free(&datasets, &caller, bundled.name).await?;
     let folder = config.data_dir.join("datasets").join(bundled.name);
     let path = run_blocking(move || unpack(&bundled, &folder)).await?;
     let path = path.map_err(|error| Error::Internal(format!("the pictures cannot be unpacked: {error}")))?;

@@ -127,7 +127,7 @@ pub(crate) async fn register(
             return replace_path(datasets, existing, new.path, max_wait).await;
         }
     }
-    check_free(datasets, &new.name).await?;
+    check_free(datasets, caller, &new.name).await?;
     let dataset = inspect_new(datasets, caller, new, max_wait).await?;
     datasets.store.add_dataset(&dataset).await?;
     Ok(dataset)
@@ -156,14 +156,16 @@ async fn replace_path(
 }
 
 /// Checks that no dataset has this name, or a name that differs from it only in capitals.
-async fn check_free(datasets: &Datasets, name: &str) -> Result<()> {
+async fn check_free(datasets: &Datasets, caller: &Caller, name: &str) -> Result<()> {
     let registered = datasets.store.datasets().await?;
     let Some(existing) = registered.iter().find(|dataset| dataset.name.eq_ignore_ascii_case(name)) else {
         return Ok(());
     };
     let case_is_ignored = if existing.name == name { "" } else { CASE_IS_IGNORED };
+    let may_remove = caller.sees_all() || caller.owns(existing.owner.as_deref());
+    let removal = if may_remove { ", or remove that dataset first" } else { "" };
     let detail = format!(
-        "a dataset is already called {:?}{case_is_ignored}; choose another name, or remove that dataset first",
+        "a dataset is already called {:?}{case_is_ignored}; choose another name{removal}",
         existing.name
     );
     Err(Error::WithCode(Code::NameTaken, detail))

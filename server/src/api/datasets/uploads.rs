@@ -57,7 +57,7 @@ pub(crate) async fn upload_archive(
     request: Request,
 ) -> Result<StatusCode> {
     let upload = find_upload(&datasets, &caller, &name)?;
-    check_free(&datasets, &name).await?;
+    check_free(&datasets, &caller, &name).await?;
     let body = read_piece(request.into_body(), PIECE_BYTES).await?;
     if piece.offset > 0 {
         run_blocking(move || upload.write(piece.offset, &body)).await?.map_err(refusal)?;
@@ -101,7 +101,7 @@ pub(crate) async fn register_upload(
     {
         return Ok(created_response(dataset));
     }
-    check_free(&datasets, &name).await?;
+    check_free(&datasets, &caller, &name).await?;
     let unpacked = {
         let lock = FOLDERS_LOCK.lock().await;
         let (upload, until) = (upload.clone(), Instant::now() + max_wait.min(TURN));

@@ -105,6 +105,8 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     let is_from_scratch = spec.model.pretrained.is_none() && job.parent.is_none();
     let dataset = store.dataset(&spec.data.dataset).await?;
     let pictures_side = dataset.as_ref().map_or(0, |dataset| dataset.info.short_side());
+    let counted = dataset.as_ref().map(|dataset| &dataset.info);
+    let counted = counted.and_then(|info| Some((info, validation_counts(spec, info, pictures?)?)));
     let course = Course {
         spec,
         training,
@@ -112,13 +114,15 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
         causes: causes(spec, is_from_scratch && training_pictures < FEW_TRAINING_PICTURES, pictures_side),
         epochs: job.step / job.steps_per_epoch.max(1),
         chance: dataset.as_ref().map_or(0.0, |dataset| 1.0 / dataset.info.classes.len().max(1) as f64),
-        majority: dataset.as_ref().and_then(|dataset| majority(spec, &dataset.info, pictures?)),
+        majority: counted.and_then(|(info, per_class)| majority(info, per_class)),
         validations,
         pictures,
         has_trained_validation: trained_validation.is_some(),
         exploded_loss,
     };
-    let sentences: Vec<String> = trained_validation.into_iter().chain(course.diagnosis()).collect();
+    let lacking = counted.and_then(|(info, _)| Some(info.classes_lacking_pictures(&spec.data)? + "."));
+    let sentences: Vec<String> =
+        trained_validation.into_iter().chain(lacking).chain(course.diagnosis()).collect();
     Ok(Some(sentences.join(" ")).filter(|text| !text.is_empty()))
 }
 
@@ -135,10 +139,10 @@ pub(super) async fn mark_trained_validation(store: &dyn Store, jobs: &mut [Job])
     Ok(())
 }
 
-/// The most frequent class of the validation pictures and its share of them. `None` if the pictures of the classes are not counted, or the
-/// dataset has changed since the job.
-fn majority<'a>(spec: &JobSpec, info: &'a DatasetInfo, pictures: u64) -> Option<(&'a str, f64)> {
-    let per_class = match &spec.data.validation {
+/// The numbers of validation pictures of the classes. `None` if they are not counted, or the dataset has changed since the job, which was
+/// validated with this number of pictures.
+fn validation_counts<'a>(spec: &JobSpec, info: &'a DatasetInfo, pictures: u64) -> Option<&'a [u64]> {
+    let per_class: &[u64] = match &spec.data.validation {
         _ if spec.data.folds.is_some() => return None,
         Validation::Split(name) => &info.split(name)?.per_class,
         fraction => {
@@ -146,8 +150,13 @@ fn majority<'a>(spec: &JobSpec, info: &'a DatasetInfo, pictures: u64) -> Option<
             &info.held_out.as_ref()?.per_class
         }
     };
+    (per_class.iter().sum::<u64>() == pictures).then_some(per_class)
+}
+
+/// The most frequent class of the validation pictures and its share of them.
+fn majority<'a>(info: &'a DatasetInfo, per_class: &[u64]) -> Option<(&'a str, f64)> {
     let (class, count) = info.classes.iter().zip(per_class).max_by_key(|(_, count)| **count)?;
-    (per_class.iter().sum::<u64>() == pictures).then(|| (class.as_str(), *count as f64 / pictures as f64))
+    Some((class.as_str(), *count as f64 / per_class.iter().sum::<u64>() as f64))
 }
 
 /// A tenth of a learning rate that was too high, or the usual rate if that is lower.

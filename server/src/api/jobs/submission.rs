@@ -15,7 +15,7 @@ use lockstep_protocol::{
     models::{SCHEME, VersionName},
     numbers::plural,
     pickle,
-    spec::{BrokenFiles, KNOWN_WEIGHTS, ParallelSpec, SpecError, Validation, nearest},
+    spec::{BrokenFiles, KNOWN_WEIGHTS, ParallelSpec, SpecError, TrainSpec, Validation, nearest},
 };
 use std::time::Duration;
 
@@ -39,22 +39,23 @@ pub(crate) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset) {
     }
 }
 
-/// Returns warnings about the dataset (broken files, and classes without validation pictures), and about a mode without effect.
+/// Returns warnings about the dataset (broken files, and classes without pictures), unusual values, and a mode without effect.
 pub(crate) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
-    let unvalidated = match &spec.data.validation {
-        Validation::Split(split) if spec.data.folds.is_none() => dataset.info.unvalidated_classes(split),
-        // Only the ranks know which pictures are held out. They log classes without validation pictures.
-        _ => None,
-    };
-    let unvalidated = unvalidated.map(|words| format!("dataset {}: {words}", dataset.name));
+    let lacking = dataset.info.classes_lacking_pictures(&spec.data);
+    let lacking = lacking.map(|words| format!("dataset {}: {words}", dataset.name));
     let broken = broken_files_warning(spec, dataset);
     broken
         .into_iter()
         .chain(enlarged_warning(spec, dataset))
-        .chain(unvalidated)
+        .chain(lacking)
+        .chain(unusual_values(&spec.train))
         .chain(no_split_warning(&spec.parallel))
         .collect()
 }
+
+/// Above these values, a learning rate or a number of epochs is probably a typing error.
+const MAX_USUAL_LR: f32 = 10.0;
+const MAX_USUAL_EPOCHS: u32 = 10_000;
 
 /// Pictures are far enlarged from this factor on.
 const FAR_ENLARGED: u32 = 4;
@@ -69,6 +70,14 @@ fn enlarged_warning(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
              but take longer to train on"
         )
     })
+}
+
+/// Returns warnings about values that are probably typing errors.
+fn unusual_values(train: &TrainSpec) -> impl Iterator<Item = String> {
+    let lr = Some(train.lr).filter(|lr| *lr > MAX_USUAL_LR);
+    let lr = lr.map(|lr| format!("train.lr = {lr} is unusually high: the loss may soon be infinite"));
+    let epochs = train.epochs.filter(|epochs| *epochs > MAX_USUAL_EPOCHS);
+    lr.into_iter().chain(epochs.map(|epochs| format!("train.epochs = {epochs} is unusually high")))
 }
 
 /// Returns a warning if a job of mode `hybrid` splits nothing, so that it trains as with mode `data`.

@@ -51,7 +51,7 @@ fn version(row: &DbRow) -> Result<VersionRow> {
 }
 
 /// Refuses a change of a job whose checkpoints are registered as versions, because the change would affect the versions. `change`: what
-/// would be done to the job, such as "deleted".
+/// would be done to the job, such as "deleted". `alternative`: what to do instead of removing the versions, such as ", or fork the job".
 ///
 /// # Errors
 /// [`StoreError::Refused`]: versions of the job exist, which the error names.
@@ -60,6 +60,7 @@ pub(super) async fn require_unregistered(
     job: &JobId,
     state: JobState,
     change: &str,
+    alternative: &str,
 ) -> Result<()> {
     let text = "SELECT model, version FROM model_versions WHERE job_id = $1 AND deleted_at IS NULL ORDER BY model, version";
     let found: Vec<(String, i64)> = sqlx::query_as(text).bind(job.as_str()).fetch_all(db).await?;
@@ -69,7 +70,7 @@ pub(super) async fn require_unregistered(
     let ellipsis = if found.len() > MAX_NAMED { ", ..." } else { "" };
     let detail = format!(
         "the job has registered versions ({}{ellipsis}), which would change if the job were {change}; remove the versions first \
-         (on the page Models, or with `{removal}`), or fork the job",
+         (on the page Models, or with `{removal}`){alternative}",
         named.collect::<Vec<_>>().join(", ")
     );
     Err(Refusal { state, detail }.into())

@@ -253,7 +253,7 @@ fn errors_for_folders_without_a_dataset_give_advice() {
         ),
         (
             &["cat/notes", "dog/notes"],
-            "; no picture lies directly in cat/, dog/: add pictures to the class folders, or give the folder that contains them",
+            "; it has cat/, dog/; no picture lies directly in cat/, dog/: move the pictures of each class directly into its folder",
         ),
         (&["a", "b", "c", "d", "e", "f", "g"], "; it has a, b, c, d, e and 2 more"),
     ] {
@@ -282,6 +282,11 @@ fn errors_for_folders_without_a_dataset_give_advice() {
     fs::create_dir(few.join("b")).expect("a folder");
     let message = inspect(&few).expect_err("one class").to_string();
     assert_contains(&message, &["but only a/ has pictures; empty: b/"]);
+    // An archive instead of a folder.
+    let archive = dir.path().join("pets.ZIP");
+    fs::write(&archive, "PK").expect("writes");
+    let message = inspect(&archive).expect_err("no folder").to_string();
+    assert_contains(&message, &["pets.ZIP is a zip file; unpack it", "page Datasets"]);
 }
 
 #[test]

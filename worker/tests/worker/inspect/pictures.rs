@@ -93,6 +93,11 @@ fn a_dataset_behind_a_link_must_be_in_an_allowed_folder() {
         .map(inspect::answer)
     };
     assert!(ask("root/set").iter().all(Result::is_ok));
+    let missing = ask("root/nothing").into_iter().next().unwrap().unwrap_err();
+    assert!(
+        missing.contains("nothing does not exist on the training machine; give the path there"),
+        "{missing}"
+    );
     // A dataset that was registered before folders were restricted can be read, because no part of its path is a link.
     assert_eq!(ask("outside").map(|response| response.is_ok()), [false, true, true]);
     std::fs::remove_dir_all(path_of("root/set")).unwrap();

@@ -35,8 +35,8 @@ impl SignInFile {
         Self { path, removal: None }
     }
 
-    /// Writes the file and opens a page of a server's dashboard, on a terminal with a graphical display. Errors are only logged, because the server
-    /// works without a browser.
+    /// Writes the file and opens a page of a server's dashboard, on a terminal with a graphical display. Errors are only logged, because the
+    /// server works without a browser.
     pub(crate) fn open_browser(&mut self, server: &Running, page: &str) {
         if has_display_and_terminal()
             && let Err(error) = self.try_to_open_browser(server, page)

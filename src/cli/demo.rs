@@ -40,7 +40,8 @@ pub(crate) struct Args {
     /// Exit when the job ends, with status 0 if it succeeded
     #[arg(long)]
     exit_when_done: bool,
-    /// Do not open the dashboard in a browser [default: opened, signed in, if the command runs on a terminal and a graphical display exists]
+    /// Do not open the dashboard in a browser [default: opened, signed in, if the command runs on a terminal and a graphical
+    /// display exists]
     #[arg(long)]
     no_open: bool,
     /// Data directory [default: lockstep-demo, or the first unused of lockstep-demo-2, lockstep-demo-3, ...]

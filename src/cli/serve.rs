@@ -116,7 +116,8 @@ pub(crate) struct Args {
     /// Require no token: everybody on this machine has all rights. Only for loopback addresses
     #[arg(long)]
     no_auth: bool,
-    /// Do not open the dashboard in a browser [default: opened, signed in, if the command runs on a terminal and a graphical display exists]
+    /// Do not open the dashboard in a browser [default: opened, signed in, if the command runs on a terminal and a graphical
+    /// display exists]
     #[arg(long)]
     no_open: bool,
     #[command(flatten)]
@@ -210,8 +211,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         output::line(format_args!("dashboard: {}", server.running.url()))?;
         if !args.no_auth {
             // The link works once, within ten minutes. It is printed even into a log, like the links of notebook servers, because people who
-            // start a server with nohup or in a container look there. `lockstep login-link` needs the data directory, or the address and the
-            // certificate, which these people may not have at hand.
+            // start a server with nohup or in a container look there. `lockstep login-link` needs the data directory, or the address and
+            // the certificate, which these people may not have at hand.
             output::line(format_args!("sign in: {}", server.running.login_link(START_PAGE)?))?;
         }
         let mut sign_in_file = SignInFile::new(&server.data_dir);

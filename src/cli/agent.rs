@@ -89,7 +89,7 @@ pub(crate) struct Args {
     /// Ranks have 10 s less to finish their step and write a checkpoint
     #[arg(long, value_name = "SECS", default_value_t = KILLED_AFTER_SECS, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     killed_after: u32,
-    /// On which GPUs a process waits with the GPU already open, so that the next job or attempt starts sooner: `on` (all GPUs), `off` (none), or
+    /// GPUs on which the agent keeps a spare process with an open CUDA context, so that ranks start sooner: `on` (all GPUs), `off` (none), or
     /// `auto` (GPUs with at least 40 GB of memory). The process needs about 0.5 GB of the GPU's memory
     #[arg(long, value_name = "WHICH", default_value = "auto", value_parser = WARM_VALUES)]
     warm: String,

@@ -45,7 +45,7 @@ pub(crate) struct Args {
     /// Number of classes of the network
     #[arg(long, value_name = "N", default_value_t = bench::CLASSES as u32, value_parser = clap::value_parser!(u32).range(2..=100_000_000))]
     classes: u32,
-    /// Number of ranks that share a copy of the network: a divisor of --ranks
+    /// Number of ranks over which one copy of the network is split (tensor parallelism): a divisor of --ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     parallel_model: u32,
     /// Split of operators, such as layer4.*=out (may be repeated) [default: the last layer is split over its classes]
@@ -232,7 +232,9 @@ fn run_on_gpus(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<V
 
 fn run_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
     let (Some(gpu), Some(case)) = (&member.gpu, args.cases.last()) else {
-        return Err(usage_error("a process of a group needs a GPU and a case"));
+        return Err(usage_error(
+            "this process was started as a rank of `lockstep bench`, but without a GPU or without --case",
+        ));
     };
     let device = registry::device_of(Some(gpu), args.device);
     device.backend.preflight(member.world_size).map_err(|e| anyhow::anyhow!(e))?;

@@ -23,30 +23,30 @@ const OPENER: &str = if cfg!(target_os = "macos") { "open" } else { "xdg-open" }
 /// The file that redirects to the link. Exists until the link has been used or this value is dropped.
 pub(crate) struct SignInFile {
     path: PathBuf,
-    /// Removes the file when the link has been used. `None` until [`Self::open`] writes the file.
+    /// Removes the file when the link has been used. `None` until [`Self::open_browser`] writes the file.
     removal: Option<JoinHandle<()>>,
 }
 
 impl SignInFile {
-    /// Writes no file yet. Removes the file that a killed server may have left in this data directory, which no other server uses.
+    /// Removes the file that a killed server may have left. Only one server uses a data directory, so the file is not in use.
     pub(crate) fn new(data_dir: &Path) -> Self {
         let path = data_dir.join(FILE);
         let _ = fs::remove_file(&path);
         Self { path, removal: None }
     }
 
-    /// Writes the file and opens a page of a server's dashboard, if the machine has a screen. Errors are only logged, because the server
-    /// works without a browser.
-    pub(crate) fn open(&mut self, server: &Running, page: &str) {
-        if has_screen()
-            && let Err(error) = self.try_to_open(server, page)
+    /// Writes the file and opens a page of a server's dashboard, on a terminal with a graphical display. Errors are only logged, because the
+    /// server works without a browser.
+    pub(crate) fn open_browser(&mut self, server: &Running, page: &str) {
+        if has_display_and_terminal()
+            && let Err(error) = self.try_to_open_browser(server, page)
         {
             tracing::info!(%error, "no browser was opened");
         }
     }
 
-    fn try_to_open(&mut self, server: &Running, page: &str) -> io::Result<()> {
-        // Each link works once. The printed link stays valid for a browser of the user's choice.
+    fn try_to_open_browser(&mut self, server: &Running, page: &str) -> io::Result<()> {
+        // Each link works once, so this browser gets a second link: the printed link stays valid for another browser.
         let link = server.login_link(page)?;
         write_redirect(&self.path, &link)?;
         start_browser(&self.path.canonicalize()?)?;
@@ -70,8 +70,8 @@ impl Drop for SignInFile {
     }
 }
 
-/// Whether this process has a terminal on a machine with a screen.
-fn has_screen() -> bool {
+/// Whether this process has a terminal and a graphical display.
+fn has_display_and_terminal() -> bool {
     let is_set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let has_display = cfg!(target_os = "macos") || is_set("DISPLAY") || is_set("WAYLAND_DISPLAY");
     has_display && io::stdout().is_terminal()

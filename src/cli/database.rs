@@ -116,8 +116,8 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
     report("backed up", &location, &args.output, &summary, args.database_args.json)?;
     let data_dir = args.database_args.data_dir.display();
     output::warn(format_args!(
-        "the backup has no weights and no uploaded pictures: copy also {data_dir}/jobs and {data_dir}/datasets/uploads. Before \
-         `lockstep serve` starts with the restored database, both must be in place, the pictures at the same path as now"
+        "the backup has no weights and no uploaded pictures: copy also {data_dir}/jobs and {data_dir}/datasets/uploads. Before you start \
+         a server with the restored database, put `jobs` into its data directory, and `uploads` at the same absolute path as now"
     ));
     Ok(())
 }
@@ -143,8 +143,8 @@ pub(crate) fn run_restore(args: RestoreArgs) -> anyhow::Result<()> {
     let summary = restored?;
     report("restored", &location, &args.file, &summary, args.database_args.json)?;
     output::warn(format_args!(
-        "a backup has no weights and no uploaded pictures: before `lockstep serve` starts, copy the earlier server's folder jobs to \
-         {}/jobs, and its folder datasets/uploads to the path that it had on the earlier server",
+        "a backup has no weights and no uploaded pictures: before `lockstep serve` starts, copy the folder `jobs` of the old data \
+         directory to {}/jobs, and its folder `datasets/uploads` to its old absolute path",
         data_dir.display()
     ));
     // The server's own agent has its identity in the data directory.
@@ -158,8 +158,8 @@ pub(crate) fn run_restore(args: RestoreArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether `path` leads to a file of an SQLite database, possibly by another name: the database itself, or a file that SQLite keeps next to
-/// it.
+/// Whether `path` leads to a file of an SQLite database, possibly by another name: the database itself, or a file that SQLite or Lockstep
+/// (`.lock`) keeps next to it.
 fn is_file_of(database: &Path, path: &Path) -> bool {
     ["", "-wal", "-shm", "-journal", ".lock"].iter().any(|suffix| {
         let mut database_file = database.as_os_str().to_owned();

@@ -169,14 +169,10 @@ pub(super) async fn find_by_name(api: &Api, name: &str) -> anyhow::Result<Option
 /// # Errors
 /// Exit status 2 if no dataset has the name. The error names the most similar name.
 async fn find_registered(api: &Api, name: &str) -> anyhow::Result<Dataset> {
-    let mut datasets: Vec<Dataset> = api.list("/datasets").await?;
-    match datasets.iter().position(|dataset| dataset.name == name) {
-        Some(index) => Ok(datasets.swap_remove(index)),
-        None => {
-            let names = datasets.iter().map(|dataset| dataset.name.as_str());
-            Err(usage_error(unknown_name_message("dataset", names, name)))
-        }
-    }
+    let datasets: Vec<Dataset> = api.list("/datasets").await?;
+    let found = datasets.iter().find(|dataset| dataset.name == name).cloned();
+    let names = datasets.iter().map(|dataset| dataset.name.as_str());
+    found.ok_or_else(|| usage_error(unknown_name_message("dataset", names, name)))
 }
 
 fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {

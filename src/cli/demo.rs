@@ -40,7 +40,8 @@ pub(crate) struct Args {
     /// Exit when the job ends, with status 0 if it succeeded
     #[arg(long)]
     exit_when_done: bool,
-    /// Do not open the dashboard in a browser [default: on a terminal with a screen, open it signed in]
+    /// Do not open the dashboard in a browser [default: opened, signed in, if the command runs on a terminal and a graphical
+    /// display exists]
     #[arg(long)]
     no_open: bool,
     /// Data directory [default: lockstep-demo, or the first unused of lockstep-demo-2, lockstep-demo-3, ...]
@@ -59,31 +60,31 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let result = runtime.block_on(async {
         let mut signals = StopSignals::listen()?;
         let (mut server, data_dir) = start_server(&args).await?;
-        let mut outcome = Ok(());
-        let result = tokio::select! {
-            result = run_on(&mut server, &data_dir, &args, &mut outcome) => result.and(outcome),
+        let mut job_result = Ok(());
+        let demo_result = tokio::select! {
+            run_result = run_on(&mut server, &data_dir, &args, &mut job_result) => run_result.and(job_result),
             () = signals.next() => if args.exit_when_done {
                 Err(anyhow::anyhow!("stopped before the job ended"))
             } else {
-                outcome
+                job_result
             },
         };
         // A second signal ends this command at once.
         tokio::select! {
-            stopped = server.stop() => result.and(stopped),
-            () = signals.next() => result,
+            stopped = server.stop() => demo_result.and(stopped),
+            () = signals.next() => demo_result,
         }
     });
     runtime.shutdown_timeout(FILE_THREADS_TIMEOUT);
     result
 }
 
-/// Runs the demo on a running server. Sets `outcome` when the job ends. Without `--exit-when-done`, then waits until the server ends.
+/// Runs the demo on a running server. Sets `job_result` when the job ends. Without `--exit-when-done`, then waits until the server ends.
 async fn run_on(
     server: &mut Server,
     data_dir: &Path,
     args: &Args,
-    outcome: &mut anyhow::Result<()>,
+    job_result: &mut anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     let api = Api::new(&server.url(), None, Some(Token::read(&data_dir.join("token"), "")?))?;
     cancel_leftovers(&api).await?;
@@ -96,7 +97,7 @@ async fn run_on(
     output::line(format_args!("dashboard: {}", server.running.login_link(&page)?))?;
     let mut sign_in_file = SignInFile::new(data_dir);
     if !args.no_open {
-        sign_in_file.open(&server.running, &page);
+        sign_in_file.open_browser(&server.running, &page);
     }
     output::line(format_args!(
         "training {} with {} on {DATASET}: {}{page}",
@@ -105,7 +106,7 @@ async fn run_on(
         server.running.url(),
     ))?;
     let as_json = false;
-    *outcome = watch::follow_to_end(&api, job, as_json).await.map(drop);
+    *job_result = watch::follow_to_end(&api, job, as_json).await.map(drop);
     if args.exit_when_done {
         return Ok(());
     }

@@ -187,7 +187,7 @@ fn check_all_gather(args: &Args, findings: &mut Vec<Finding>) -> Option<AllGathe
 fn check_certificates(args: &Args) -> Vec<Finding> {
     let ca = ca::folder(&args.data_dir);
     let files = [ca.join("ca.crt"), ca.join("server.pem")].into_iter().filter(|path| path.exists());
-    let finding = |path: PathBuf| {
+    let check = |path: PathBuf| {
         let name = path.display();
         let (grade, found, advice) = match examine_certificate(&path) {
             Ok(facts) => {
@@ -204,7 +204,7 @@ fn check_certificates(args: &Args) -> Vec<Finding> {
         };
         Finding { what: "certificate".into(), grade, found, advice }
     };
-    files.chain(args.tls_cert.clone()).map(finding).collect()
+    files.chain(args.tls_cert.clone()).map(check).collect()
 }
 
 /// Starts the ranks of the all-gather and returns rank 0's result.

@@ -55,8 +55,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let (id, name, priority) = (&job.id, output::one_line(&job.name), job.spec.priority);
         let notes = job.notes.as_deref().filter(|notes| !notes.is_empty());
         let notes = notes.map(|notes| format!(", notes {}", output::one_line(notes))).unwrap_or_default();
-        let is_later = args.priority.is_some() && job.state.is_active();
-        let when = if is_later { " (takes effect when the job waits again)" } else { "" };
+        let is_deferred = args.priority.is_some() && job.state.is_active();
+        let when = if is_deferred { " (takes effect when the job waits again)" } else { "" };
         let text =
             format!("{id} {name}: priority {priority}{when}, project {}, tags {tags}{notes}", job.project);
         output::print(args.server.json, &job, text)

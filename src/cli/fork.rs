@@ -36,7 +36,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let chosen = choose(&api, &source, &args.checkpoint).await?;
         let request = json!({"checkpoint": chosen.id, "set": changes});
         let job: Job = api.post(&format!("/jobs/{}/fork", source.id), &request).await?;
-        job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
+        output::warn_each(&job.warnings);
         if args.watch {
             return watch::show_to_end(&api, job, args.server.json).await;
         }

@@ -71,7 +71,7 @@ pub(crate) struct TableSource {
     id: Option<String>,
 }
 
-/// Parts of a source, each of which is read when the iterator reaches it: the part's name for errors, and its runs.
+/// Parts of a source: folders, files or experiments with runs. Each is read when the iterator reaches it, and has a name for errors.
 type Parts = Box<dyn Iterator<Item = (String, anyhow::Result<Vec<Run>>)>>;
 
 /// Imports every run of a source.

@@ -221,7 +221,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             Source::File(mut document, _) => {
                 let post = async |document: &Value| api.post_once("/jobs?launched=true", document).await;
                 let job: Job = job_file::submit(&api, &mut document, post).await?;
-                job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
+                output::warn_each(&job.warnings);
                 job
             }
         };

@@ -41,6 +41,11 @@ pub(crate) fn warn(text: impl fmt::Display) {
     let _ = writeln!(out, "{}", escape_invisible(&text));
 }
 
+/// Prints the warnings of a server's response to standard error.
+pub(crate) fn warn_each(warnings: &[String]) {
+    warnings.iter().for_each(|warning| warn(format_args!("warning: {warning}")));
+}
+
 /// Returns the style of a progress bar.
 pub(crate) fn bar_style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())

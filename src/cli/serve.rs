@@ -91,8 +91,8 @@ pub(crate) struct Args {
     /// AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ALLOW_HTTP
     #[arg(long, value_name = "URL", env = "LOCKSTEP_ARTIFACTS", hide_env_values = true)]
     artifacts: Option<String>,
-    /// Take over an object store that another server has used and no longer uses, for example the server from whose backup this database
-    /// was restored
+    /// Take over an object store that belonged to another server, for example after a restore from a backup. The other server must no
+    /// longer use the store
     #[arg(long, env = "LOCKSTEP_ARTIFACTS_ADOPT")]
     artifacts_adopt: bool,
     /// Database: sqlite://PATH or postgres://USER@HOST/NAME [default: sqlite://<data-dir>/lockstep.db]
@@ -102,7 +102,7 @@ pub(crate) struct Args {
     /// first), or off (the job that was submitted first comes first)
     #[arg(long, value_name = "BY", default_value = "off")]
     fair_share: FairShare,
-    /// Seconds after a job's end for which the points of its metrics stay in the event stream; the metrics stay available
+    /// Seconds after a job's end until the points of its metrics are removed from the event stream; metric queries still return them
     #[arg(long, value_name = "SECS", default_value = "3600")]
     keep_points: u32,
     /// Seconds without a message after which an agent counts as lost and its jobs continue on other machines. Its ranks end
@@ -110,14 +110,15 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SECS", env = "LOCKSTEP_LEASE", default_value = "15",
         value_parser = clap::value_parser!(u32).range(8..=3600))]
     lease: u32,
-    /// Seconds without a message after which a run that another program trains and logs here counts as failed; it continues when the
-    /// program sends a message
+    /// Seconds without a message after which a run from elsewhere (trained by another program, reported to this server) counts as failed;
+    /// it continues when the program sends a message
     #[arg(long, value_name = "SECS", default_value = "600", value_parser = clap::value_parser!(u32).range(1..))]
     run_silence: u32,
     /// Require no token: everybody on this machine has all rights. Only for loopback addresses
     #[arg(long)]
     no_auth: bool,
-    /// Do not open the dashboard in a browser [default: on a terminal with a screen, open it signed in]
+    /// Do not open the dashboard in a browser [default: opened, signed in, if the command runs on a terminal and a graphical
+    /// display exists]
     #[arg(long)]
     no_open: bool,
     #[command(flatten)]
@@ -150,7 +151,8 @@ pub(crate) struct Args {
     /// GPUs to use: their indexes among the visible GPUs (CUDA_VISIBLE_DEVICES), or their UUIDs
     #[arg(long, value_name = "LIST", conflicts_with_all = ["no_local_agent", "cpu_slots"])]
     gpus: Option<String>,
-    /// On which GPUs a process waits with the GPU already open: auto, on or off; see `lockstep agent --help` [default: auto]
+    /// GPUs on which the agent keeps a spare process with an open CUDA context, so that ranks start sooner: auto, on or off; see
+    /// `lockstep agent --help` [default: auto]
     #[arg(long, value_name = "WHICH", conflicts_with = "no_local_agent", value_parser = super::agent::WARM_VALUES)]
     warm: Option<String>,
 }
@@ -214,13 +216,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         output::line(format_args!("dashboard: {}", server.running.url()))?;
         if !args.no_auth {
             // The link works once, within ten minutes. It is printed even into a log, like the links of notebook servers, because people who
-            // start a server with nohup or in a container look there. `lockstep login-link` prints another link, but needs the server's
-            // address and certificate.
+            // start a server with nohup or in a container look there. `lockstep login-link` needs the data directory, or the address and
+            // the certificate, which these people may not have at hand.
             output::line(format_args!("sign in: {}", server.running.login_link(START_PAGE)?))?;
         }
         let mut sign_in_file = SignInFile::new(&server.data_dir);
         if !args.no_open {
-            sign_in_file.open(&server.running, START_PAGE);
+            sign_in_file.open_browser(&server.running, START_PAGE);
         }
         if !args.no_local_agent {
             server.advertise = args.advertise.or(server.advertise);
@@ -312,8 +314,8 @@ impl Server {
             Ok(running) => {
                 let local_address = separate_address.unwrap_or_else(|| reachable_address(running.address()));
                 let ip = running.address().ip();
-                // If NCCL's variable names an interface, the agent uses it by itself. A value that begins with `^` only excludes
-                // interfaces.
+                // If NCCL_SOCKET_IFNAME names an interface, the agent advertises that interface's address without an option. A value that
+                // begins with `^` only excludes interfaces.
                 let has_nccl_interface =
                     lockstep_host::nccl_variable().is_some_and(|value| !value.starts_with('^'));
                 let is_specific = !ip.is_unspecified() && !ip.is_loopback();
@@ -321,7 +323,10 @@ impl Server {
                 let server =
                     Self { running, local_address, data_dir, shutdown, task, agent: None, advertise };
                 if let Err(error) = access::record_address(&server.data_dir, &server.url()) {
-                    tracing::warn!("{error}; commands in this folder need the option --server");
+                    tracing::warn!(
+                        "{error}; commands cannot find this server through its data directory: pass --server {} to them",
+                        server.url()
+                    );
                 }
                 Ok(server)
             }

@@ -3,17 +3,12 @@
 use super::{
     api::ServerArgs,
     block_on,
-    job_file::{
-        self, UnknownPath, check, merge_mistakes, mistakes_error, read_document, replace_dataset_paths,
-    },
+    job_file::{self, UnknownPath, check, merge_mistakes, mistakes_error, replace_dataset_paths},
     output, sweep, sweeps, watch,
 };
 use lockstep_protocol::{Job, sweep::Sweep};
 use serde_json::Value;
-use std::{
-    io::{self, IsTerminal as _},
-    path::PathBuf,
-};
+use std::io::{self, IsTerminal as _};
 
 /// Submit a job or a sweep
 ///
@@ -23,14 +18,8 @@ use std::{
 /// starts a job for each of the sweep's settings.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The job's specification, a TOML file
-    #[arg(value_name = "JOB.toml")]
-    job: PathBuf,
-    /// Change a key of the specification, such as train.lr=0.1 (may be repeated); an empty value, as in train.epochs=, removes the key
-    #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
-    sets: Vec<String>,
     #[command(flatten)]
-    grid: sweep::GridArgs,
+    file: sweep::FileArgs,
     /// Project of the job, instead of the file's
     #[arg(long)]
     project: Option<String>,
@@ -56,17 +45,16 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2. The message lists every mistake in the specification.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
-    let mut document = read_document(&args.job, &args.sets)?;
+    let mut document = args.file.read()?;
     add_labels(&mut document, &args);
-    sweep::write_grid(&args.job, &mut document, &args.grid.sweeps, args.grid.folds)?;
-    if sweep::check(&args.job, &document)?.is_some() {
+    if sweep::check(&args.file.job, &document)?.is_some() {
         return submit_sweep(&args, document);
     }
     let local_mistakes = job_file::parse(&document).err().unwrap_or_default();
     let api = match args.server.api() {
         Ok(api) => api,
         Err(error) if local_mistakes.is_empty() => return Err(error),
-        Err(_) => return check(&args.job, &document).map(drop),
+        Err(_) => return check(&args.file.job, &document).map(drop),
     };
     block_on(async {
         if !local_mistakes.is_empty() {
@@ -74,11 +62,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             let _ = replace_dataset_paths(&api, &mut document, UnknownPath::Keep).await;
             let found = api.find_mistakes(&document).await.unwrap_or_default();
             let mistakes = merge_mistakes(&document, local_mistakes, found);
-            return Err(mistakes_error(&args.job, &mistakes));
+            return Err(mistakes_error(&args.file.job, &mistakes));
         }
         let post = async |document: &Value| api.post("/jobs", document).await;
         let job: Job = job_file::submit(&api, &mut document, post).await?;
-        job.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
+        output::warn_each(&job.warnings);
         let (follows, as_json) = (shows_progress(&args), args.server.json);
         // `show_to_end` with JSON prints the job itself.
         if !(follows && as_json) {
@@ -105,7 +93,7 @@ fn submit_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
         if !(follows && as_json) {
             sweeps::announce(&api, &sweep, as_json)?;
         }
-        if args.grid.folds.is_some() && !as_json {
+        if args.file.folds.is_some() && !as_json {
             let (base, id) = (&api.base, &sweep.id);
             output::line(format_args!("mean and standard deviation: {base}/jobs?tag={id}&group_by=tag"))?;
         }

@@ -124,7 +124,7 @@ pub(crate) fn announce(api: &Api, sweep: &Sweep, as_json: bool) -> anyhow::Resul
     if as_json {
         return output::json(sweep);
     }
-    sweep.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
+    output::warn_each(&sweep.warnings);
     let trials = plural(u64::from(sweep.trial_count), "trial");
     output::line(format_args!("{0}  {1}/sweeps/{0}  {trials} of {2}", sweep.id, api.base, sweep.name))
 }

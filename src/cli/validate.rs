@@ -18,7 +18,7 @@ use lockstep_protocol::{
 use lockstep_worker::checkpoint;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Check a job file without submitting it
 ///
@@ -28,14 +28,8 @@ use std::path::{Path, PathBuf};
 /// 1: the server given by --server does not respond.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The job's specification, a TOML file
-    #[arg(value_name = "JOB.toml")]
-    job: PathBuf,
-    /// Change a key of the specification, such as train.lr=0.1 (may be repeated)
-    #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
-    sets: Vec<String>,
     #[command(flatten)]
-    grid: sweep::GridArgs,
+    file: sweep::FileArgs,
     #[command(flatten)]
     server: ServerArgs,
 }
@@ -68,8 +62,7 @@ struct Estimate {
 /// # Errors
 /// Exit status 2 if the file has mistakes, each on its own line; 1 if the server given by --server does not respond.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
-    let mut document = job_file::read_document(&args.job, &args.sets)?;
-    sweep::write_grid(&args.job, &mut document, &args.grid.sweeps, args.grid.folds)?;
+    let mut document = args.file.read()?;
     let (trials, mistakes) = match sweep::find_mistakes(&document) {
         Some((trials, mistakes)) => (Some(trials), mistakes),
         None => (None, job_file::parse(&document).err().unwrap_or_default()),
@@ -91,10 +84,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     // The server's error also lists the mistakes in the file, so it is returned first.
     let response: Value = block_on(api.post("/jobs/validate", &document))?;
     if !mistakes.is_empty() {
-        return Err(job_file::mistakes_error(&args.job, &mistakes));
+        return Err(job_file::mistakes_error(&args.file.job, &mistakes));
     }
     let plan: Plan = serde_json::from_value(response.clone())?;
-    plan.warnings.iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
+    output::warn_each(&plan.warnings);
     if args.server.json {
         return output::json(&response);
     }
@@ -120,7 +113,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     });
     output::line(format_args!(
         "{} has no mistake: {}{about}{}, {} a step, {about}{} an epoch, {}{}{}",
-        args.job.display(),
+        args.file.job.display(),
         trials.map(|trials| format!("{}, ", plural(trials as u64, "trial"))).unwrap_or_default(),
         plural(plan.samples, "training picture"),
         plan.global_batch_size,
@@ -156,7 +149,7 @@ fn check_without_dataset(
         mistakes.extend(block_on(job_file::find_taken_names(api, document))?);
     }
     if !mistakes.is_empty() {
-        return Err(job_file::mistakes_error(&args.job, &mistakes));
+        return Err(job_file::mistakes_error(&args.file.job, &mistakes));
     }
     let why = if can_ask_server {
         "no dataset is registered at the path in data.dataset, so its classes were not checked: `lockstep submit` registers the path, \
@@ -173,7 +166,7 @@ fn check_without_dataset(
         return output::json(&json!({ "spec": spec, "warnings": [why] }));
     }
     output::warn(format_args!("warning: {why}"));
-    output::line(format_args!("{} has no mistake", args.job.display()))
+    output::line(format_args!("{} has no mistake", args.file.job.display()))
 }
 
 /// Checks that the pictures on this machine suffice for the job, as its ranks do when they start.

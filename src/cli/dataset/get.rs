@@ -86,9 +86,9 @@ fn fetch(known: &KnownDataset, base: &str, target: &Path) -> anyhow::Result<()> 
             missing.join(", ")
         )));
     }
-    let work = partial_path(target);
+    let partial_dir = partial_path(target);
     let failed = |path: &Path, e: io::Error| anyhow!("{}: {e}", path.display());
-    fs::create_dir_all(&work).map_err(|e| failed(&work, e))?;
+    fs::create_dir_all(&partial_dir).map_err(|e| failed(&partial_dir, e))?;
     let base = if base.ends_with('/') { base.to_owned() } else { format!("{base}/") };
     if reqwest::Url::parse(&base).is_err() {
         return Err(usage_error(format!("--from {base} is not a URL; write a URL such as {}", known.base)));
@@ -98,23 +98,25 @@ fn fetch(known: &KnownDataset, base: &str, target: &Path) -> anyhow::Result<()> 
     let mut finished_bytes = 0;
     for file in known.files {
         let url = format!("{base}{}", file.name);
-        let path = work.join(file.name);
+        let path = partial_dir.join(file.name);
         block_on(async {
             let progress = |bytes: u64| bar.set_position(finished_bytes + bytes);
             let result = download(&client, &url, file, &path, &progress).await;
-            result.map_err(|failure| failure.explain(target, &describe_manual_download(known, &base, &work)))
+            result.map_err(|failure| {
+                failure.explain(target, &describe_manual_download(known, &base, &partial_dir))
+            })
         })?;
         finished_bytes += file.bytes;
     }
     bar.finish_and_clear();
-    let staging = work.join("staging");
+    let staging = partial_dir.join("staging");
     // An earlier run may have ended while it unpacked files.
     if staging.exists() {
         fs::remove_dir_all(&staging).map_err(|e| failed(&staging, e))?;
     }
     fs::create_dir(&staging).map_err(|e| failed(&staging, e))?;
     for file in known.files {
-        copy_or_unpack(file, &work.join(file.name), &staging).map_err(|e| failed(&staging, e))?;
+        copy_or_unpack(file, &partial_dir.join(file.name), &staging).map_err(|e| failed(&staging, e))?;
     }
     if !known.classes.is_empty() {
         let names = known.classes.join("\n") + "\n";
@@ -122,7 +124,7 @@ fn fetch(known: &KnownDataset, base: &str, target: &Path) -> anyhow::Result<()> 
     }
     File::open(&staging).and_then(|folder| folder.sync_all()).map_err(|e| failed(&staging, e))?;
     fs::rename(&staging, target).map_err(|e| failed(target, e))?;
-    fs::remove_dir_all(&work).map_err(|e| failed(&work, e))
+    fs::remove_dir_all(&partial_dir).map_err(|e| failed(&partial_dir, e))
 }
 
 /// Copies the checked file at `path`, or its members if it is an archive, into `folder`.
@@ -172,13 +174,13 @@ pub(crate) fn new_bar(bytes: u64) -> ProgressBar {
 }
 
 /// Returns the advice for a machine without a network.
-fn describe_manual_download(known: &KnownDataset, base: &str, work: &Path) -> String {
+fn describe_manual_download(known: &KnownDataset, base: &str, partial_dir: &Path) -> String {
     let addresses: Vec<_> = known.files.iter().map(|file| format!("  {base}{}", file.name)).collect();
     format!(
         "Without a network: download on another machine\n{}\nput the files into {} under these names, and run the command again: \
          the command checks the files and continues. Or name a mirror with --from URL.",
         addresses.join("\n"),
-        work.display()
+        partial_dir.display()
     )
 }
 

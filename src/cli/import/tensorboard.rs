@@ -42,9 +42,10 @@ fn collect_folders(folder: &Path, found: &mut Vec<(PathBuf, Vec<PathBuf>)>) -> a
 fn read_run(name: String, folder: &str, files: &[PathBuf]) -> anyhow::Result<Run> {
     let mut run = Run { name, ..Run::default() };
     for file in files {
-        let outcome = event_files::read(file, |event| add_event(&mut run, folder, file, &event));
-        if let Some(unread) = outcome.with_context(|| file.display().to_string())? {
-            run.leave_out(unread, 1);
+        let unreadable_part = event_files::read(file, |event| add_event(&mut run, folder, file, &event))
+            .with_context(|| file.display().to_string())?;
+        if let Some(unreadable_part) = unreadable_part {
+            run.leave_out(unreadable_part, 1);
         }
     }
     anyhow::ensure!(!run.id.is_empty(), "the event files have no event");

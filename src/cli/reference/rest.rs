@@ -15,10 +15,8 @@ pub(super) fn markdown(document: &Value) -> String {
              (`Authorization: Bearer TOKEN`) with at least the scope that the call names; `admin` includes `submit`, which includes \
              `read`. Times are RFC 3339 in UTC, ids are opaque.\n";
     let mut tags: BTreeMap<String, Vec<(String, String, &Value)>> = BTreeMap::new();
-    for (path, item) in document["paths"].as_object().into_iter().flatten() {
-        for (method, call) in
-            item.as_object().into_iter().flatten().filter(|(m, _)| METHODS.contains(&m.as_str()))
-        {
+    for (path, item) in entries(&document["paths"]) {
+        for (method, call) in entries(item).filter(|(m, _)| METHODS.contains(&m.as_str())) {
             let tag = call["tags"][0].as_str().unwrap_or("server").to_owned();
             tags.entry(tag).or_default().push((method.to_uppercase(), path.clone(), call));
         }
@@ -34,7 +32,7 @@ pub(super) fn markdown(document: &Value) -> String {
         }
     }
     text += "\n## Types\n";
-    for (name, schema) in document["components"]["schemas"].as_object().into_iter().flatten() {
+    for (name, schema) in entries(&document["components"]["schemas"]) {
         add_type(&mut text, name, schema);
     }
     text
@@ -49,9 +47,7 @@ const MIN_SHARED_CALLS: usize = 5;
 fn shared_errors<'a>(calls: impl Iterator<Item = &'a Value>) -> BTreeSet<(String, String)> {
     let mut counts: BTreeMap<(String, String), usize> = BTreeMap::new();
     for call in calls {
-        for (status, response) in
-            call["responses"].as_object().into_iter().flatten().filter(|(s, _)| s.as_str() >= "400")
-        {
+        for (status, response) in entries(&call["responses"]).filter(|(s, _)| s.as_str() >= "400") {
             *counts.entry((status.clone(), prose(&response["description"]))).or_default() += 1;
         }
     }
@@ -73,10 +69,7 @@ fn add_call(text: &mut String, method: &str, path: &str, call: &Value, shared: &
     if !description.is_empty() {
         let _ = write!(text, "\n{description}\n");
     }
-    let parameters: Vec<_> = call["parameters"]
-        .as_array()
-        .into_iter()
-        .flatten()
+    let parameters: Vec<_> = items(&call["parameters"])
         .map(|parameter| {
             let required = if parameter["required"] == true { "" } else { ", optional" };
             [
@@ -94,10 +87,7 @@ fn add_call(text: &mut String, method: &str, path: &str, call: &Value, shared: &
     if !bodies.is_empty() {
         let _ = write!(text, "\nBody: {bodies}.\n");
     }
-    let answers: Vec<_> = call["responses"]
-        .as_object()
-        .into_iter()
-        .flatten()
+    let answers: Vec<_> = entries(&call["responses"])
         .filter(|(status, response)| !shared.contains(&((*status).clone(), prose(&response["description"]))))
         .map(|(status, response)| {
             [format!("`{status}`"), describe_body(response), prose(&response["description"])]
@@ -108,8 +98,7 @@ fn add_call(text: &mut String, method: &str, path: &str, call: &Value, shared: &
 
 /// Returns the media types of a body, each with its type.
 fn describe_body(body: &Value) -> String {
-    let kinds = body["content"].as_object().into_iter().flatten();
-    let kinds = kinds.map(|(media, content)| match describe(&content["schema"]) {
+    let kinds = entries(&body["content"]).map(|(media, content)| match describe(&content["schema"]) {
         kind if kind.is_empty() => format!("`{media}`"),
         kind => format!("{kind} (`{media}`)"),
     });
@@ -122,12 +111,8 @@ fn add_type(text: &mut String, name: &str, schema: &Value) {
     if !description.is_empty() {
         let _ = write!(text, "{description}\n\n");
     }
-    let required: Vec<_> =
-        schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
-    let fields: Vec<_> = schema["properties"]
-        .as_object()
-        .into_iter()
-        .flatten()
+    let required: Vec<_> = items(&schema["required"]).filter_map(Value::as_str).collect();
+    let fields: Vec<_> = entries(&schema["properties"])
         .map(|(field, schema)| {
             let optional = if required.contains(&field.as_str()) { "" } else { ", optional" };
             [format!("`{field}`"), format!("{}{optional}", describe(schema)), meaning(schema)]
@@ -169,8 +154,8 @@ fn meaning(schema: &Value) -> String {
     if !description.is_empty() {
         return description;
     }
-    let choices = schema["oneOf"].as_array().into_iter().flatten();
-    choices.map(|choice| prose(&choice["description"])).find(|text| !text.is_empty()).unwrap_or_default()
+    let mut choices = items(&schema["oneOf"]).map(|choice| prose(&choice["description"]));
+    choices.find(|text| !text.is_empty()).unwrap_or_default()
 }
 
 /// Describes a schema in words, with links to named types.
@@ -216,6 +201,16 @@ fn describe(schema: &Value) -> String {
         }
         _ => String::new(),
     }
+}
+
+/// The entries of an object. Empty for another value.
+fn entries(value: &Value) -> impl Iterator<Item = (&String, &Value)> {
+    value.as_object().into_iter().flatten()
+}
+
+/// The items of a list. Empty for another value.
+fn items(value: &Value) -> impl Iterator<Item = &Value> {
+    value.as_array().into_iter().flatten()
 }
 
 /// Returns a text of the document as Markdown without line breaks. Empty if the text is absent.

@@ -1,4 +1,4 @@
-//! Downloads from a real HTTP server that cuts connections, has no ranges, or serves something else.
+//! Downloads from a real HTTP server that cuts connections, has no ranges, or serves another file.
 
 use super::*;
 use sha2::{Digest as _, Sha256};
@@ -146,7 +146,8 @@ fn a_server_without_ranges_sends_the_whole_file_again() {
         Mirror::start(Behaviour { supports_ranges: false, cuts: vec![200_000, 100], ..serve_files(files) });
     fetch(&set, &mirror.base, &target).unwrap();
     assert_eq!(fs::read(target.join("a.bin")).unwrap(), content);
-    // Earlier bytes are not used as the start of the new response. The second connection is cut earlier than the first.
+    // The response to `Range: bytes=200000-` is the whole file, so it replaces the 200,000 bytes. It is cut after 100 bytes, so the third
+    // request starts at 100.
     assert_eq!(mirror.requested_starts(), [None, Some(200_000), Some(100)]);
 }
 
@@ -202,11 +203,11 @@ fn unreachable_urls_are_named_with_advice() {
     let unused_address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let error = fetch(&set, &format!("http://{unused_address}/data"), &target).unwrap_err();
     let message = format!("{error:#}");
-    let work = partial_path(&target);
+    let partial_dir = partial_path(&target);
     for words in [
         &format!("http://{unused_address}/data/a.bin"),
         "Without a network",
-        work.to_str().unwrap(),
+        partial_dir.to_str().unwrap(),
         "--from URL",
     ] {
         assert!(message.contains(words), "{words:?} in {message}");
@@ -215,8 +216,8 @@ fn unreachable_urls_are_named_with_advice() {
         !error.is::<crate::cli::WrongRequest>(),
         "an unreachable server is no wrong request: a later download may succeed"
     );
-    // The user puts the file there, as the message advises.
-    fs::write(work.join("a.bin"), &content).unwrap();
+    // The user puts the file into the folder of the partial download, as the message advises.
+    fs::write(partial_dir.join("a.bin"), &content).unwrap();
     fetch(&set, &format!("http://{unused_address}/data"), &target).unwrap();
     assert_eq!(fs::read(target.join("a.bin")).unwrap(), content);
 
@@ -256,7 +257,7 @@ fn an_archive_is_unpacked_completely_or_not_at_all() {
     assert_eq!(fs::read(target.join("train.bin")).unwrap(), b"train");
     assert!(!partial_path(&target).exists());
 
-    // A folder with other content is not touched.
+    // A folder that lacks a file of the dataset is not changed.
     fs::remove_file(target.join("test.bin")).unwrap();
     let message = fetch(&set, &mirror.base, &target).unwrap_err().to_string();
     assert!(message.contains("has no test.bin") && message.contains("--to"), "{message}");

@@ -18,7 +18,7 @@ use std::{
 };
 
 /// Pauses before a request is retried.
-pub(super) const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(10));
+pub(super) const INITIAL_BACKOFF: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(10));
 /// HTTP status of a response if an object of this name exists already, or if another writer has changed the object (Conflict).
 const STATUS_CONFLICT: u16 = 409;
 /// Maximum number of retries of a change after conflicts with another writer.
@@ -134,7 +134,7 @@ impl Cluster {
     /// Sends a request, and retries for a minute while the API server is unreachable.
     async fn with_retries<T>(&self, send: impl AsyncFn() -> Result<T, Error>) -> Result<T, Error> {
         let began = Instant::now();
-        let mut backoff = RETRY;
+        let mut backoff = INITIAL_BACKOFF;
         loop {
             match self.with_time_limit(send()).await {
                 Err(error) if is_retryable(&error) && began.elapsed() < self.timeouts.outage => {
@@ -195,7 +195,7 @@ impl Cluster {
                     match self.get(kind, name).await? {
                         Some(found) => return Ok(Created::Exists(found)),
                         // The object was deleted between the two requests.
-                        None => tokio::time::sleep(RETRY.first).await,
+                        None => tokio::time::sleep(INITIAL_BACKOFF.first).await,
                     }
                 }
                 Err(error) => return Err(self.explain(&action, &error)),
@@ -265,7 +265,7 @@ impl Cluster {
                     "{kind:?} {name} is being deleted, but still exists; `kubectl describe` shows why"
                 );
             }
-            tokio::time::sleep(RETRY.first).await;
+            tokio::time::sleep(INITIAL_BACKOFF.first).await;
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! Lists objects, then watches their changes, and lists them again after each watch.
 
-use super::cluster::{Cluster, Kind, RETRY, is_retryable, to_json};
+use super::cluster::{Cluster, INITIAL_BACKOFF, Kind, is_retryable, to_json};
 use futures_util::StreamExt as _;
 use kube::{
     Error,
@@ -22,7 +22,8 @@ const WATCH_SECS: u32 = 240;
 const SILENCE_TIMEOUT: Duration = Duration::from_secs(WATCH_SECS as u64 + 30);
 /// If a watch ends before this time, the pause before the next watch is longer.
 const MIN_WATCH_TIME: Duration = Duration::from_secs(1);
-/// HTTP status (Gone) with which the API server refuses a watch from the version of its last list. This happens under load.
+/// HTTP status (Gone) with which the API server refuses a watch whose `resourceVersion` is too old. Under load this happens even right
+/// after a list.
 const STATUS_GONE: u16 = 410;
 
 /// A message about the observed objects.
@@ -34,18 +35,18 @@ pub(super) enum Observation {
     Deleted(Value),
 }
 
-/// Sends the objects and then their changes, without an end. Returns the error if Kubernetes refuses access to the objects.
+/// Sends all objects, then their changes. Retries after errors, except an error that [`is_retryable`] excludes, which it returns.
 pub(super) async fn observe(
     cluster: &Cluster,
     kind: Kind,
     params: ListParams,
     sender: &Sender<(Kind, Observation)>,
 ) -> anyhow::Error {
-    let mut backoff = RETRY;
+    let mut backoff = INITIAL_BACKOFF;
     loop {
         let began = Instant::now();
         match list_and_watch(cluster, kind, &params, sender).await {
-            Ok(()) if began.elapsed() >= MIN_WATCH_TIME => backoff = RETRY,
+            Ok(()) if began.elapsed() >= MIN_WATCH_TIME => backoff = INITIAL_BACKOFF,
             Ok(()) => {}
             Err(Error::Api(status)) if status.code == STATUS_GONE => {}
             Err(error) if is_retryable(&error) => cluster.report_lost(&error),

@@ -1,7 +1,7 @@
 //! The checkpoint from which a job's next attempt continues.
 
-use super::unreported;
 use crate::{
+    checkpoints::unreported,
     scheduler::Scheduler,
     store::{Copies, Result},
 };

@@ -1,7 +1,7 @@
 //! Checkpoints that agents upload to a server with an object store, here a directory. `tests/it` has the tests with a bucket.
 
 use crate::{
-    agent::{Agent, checkpoint, running},
+    agent::{Agent, checkpoint, hello, running},
     gangs::rank_killed,
     test_server::{TestServer, config, database_of, wait_until},
     uploads::{AttemptApi, FILES, manifest, sha256_hex},
@@ -390,7 +390,8 @@ async fn an_adopted_store_s_newer_checkpoints_are_used() {
     let server = TestServer::open(dir, adopt).await;
     assert_eq!(server.checkpoint_steps(&id).await, [20, 10]);
     assert_eq!(stored_states(&server, &id).await, stored);
-    let mut agent = Agent::join(&server, 2).await;
+    let mut agent = Agent::connect(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
+    agent.end(&attempt, rank_killed(0)).await;
     assert_eq!(agent.expect_start().await.resume.as_deref(), Some("1-20"));
     server.stop().await;
 }

@@ -16,6 +16,9 @@ pub struct Checkpoint {
     /// The machine from which the checkpoint is still being uploaded. Until the end of the upload, the files are not available.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uploading_from: Option<String>,
+    /// Whether the files are neither on the server's disk nor in the object store, and no machine uploads them. Absent if false.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub missing: bool,
     /// State of the copy in the object store; absent if the server has no object store (`serve --artifacts`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stored: Option<StoredState>,

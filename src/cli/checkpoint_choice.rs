@@ -74,6 +74,9 @@ pub(crate) struct ListedCheckpoint {
     pub(crate) attempt: u32,
     #[serde(flatten)]
     pub(crate) info: CheckpointInfo,
+    /// Whether the files no longer exist.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) missing: bool,
 }
 
 impl ListedCheckpoint {

@@ -28,14 +28,16 @@ pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     output::table(header, checkpoints.iter().map(row))
 }
 
-fn row(ListedCheckpoint { id, attempt, info }: &ListedCheckpoint) -> [String; 7] {
+fn row(ListedCheckpoint { id, attempt, info, missing }: &ListedCheckpoint) -> [String; 7] {
+    let marks = [(info.best, "best"), (*missing, "files missing")];
+    let marks: Vec<_> = marks.into_iter().filter_map(|(is_set, mark)| is_set.then_some(mark)).collect();
     [
         info.step.to_string(),
         info.epoch.to_string(),
         attempt.to_string(),
         info.accuracy_in_words().unwrap_or_default(),
         format!("{:.1} MB", info.size_bytes as f64 / 1e6),
-        if info.best { "best".into() } else { String::new() },
+        marks.join(", "),
         id.clone(),
     ]
 }

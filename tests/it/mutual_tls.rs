@@ -247,6 +247,7 @@ async fn expired_foreign_and_missing_certificates_are_refused_with_a_reason() {
     // Neither certificate nor token.
     let nobody = Agent::start(&serve, "nobody", &[""; 0]);
     nobody.wait_for_log("neither a certificate nor a token").await;
+    nobody.wait_for_log("--token-file").await;
     let lines: Vec<_> = refusals(&serve).into_iter().filter(|line| line.contains("neither")).collect();
     assert_eq!(lines.len(), 1, "{lines:?}");
     assert!(agents(&serve).await.is_empty());

@@ -245,7 +245,7 @@ async fn tls_errors_of_clients_are_explained() {
 fn certificates_are_issued_for_other_servers() {
     let folder = Folder::new();
     let ca = |args: &[&str]| ca(folder.path(), args);
-    ca(&["show"]).assert_usage_error(&["lockstep ca init"]);
+    ca(&["show"]).assert_usage_error(&["--data-dir", "lockstep ca init"]);
     let created = ca(&["init"]);
     assert!(created.ok().starts_with("-----BEGIN CERTIFICATE-----") && created.stderr.contains("SHA-256"));
     ca(&["init"]).assert_usage_error(&["exists already"]);

@@ -6,7 +6,7 @@
 
 use rustix::time::{ClockId, clock_gettime};
 use std::{
-    fs::{self, File, OpenOptions},
+    fs::{File, OpenOptions},
     io,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
@@ -46,10 +46,12 @@ impl Fence {
     }
 }
 
-/// The ranks' side: whether the deadline has passed. An unreadable file does not end ranks, because a removed folder does not
-/// mean that the job was started elsewhere.
-pub(crate) fn has_passed(path: &Path) -> bool {
-    let deadline = fs::read_to_string(path).ok().and_then(|text| text.trim().parse().ok());
+/// The ranks' side: whether the deadline has passed. A rank keeps the file open, because a new folder at the same path has
+/// the lease of another agent. A file without a deadline does not end ranks.
+pub(crate) fn has_passed(file: &File) -> bool {
+    let mut text = [0; FILE_BYTES];
+    let is_read = file.read_exact_at(&mut text, 0).is_ok();
+    let deadline = str::from_utf8(&text).ok().filter(|_| is_read).and_then(|text| text.trim().parse().ok());
     deadline.is_some_and(|deadline: u64| uptime() > deadline)
 }
 
@@ -62,13 +64,19 @@ mod tests {
     fn a_deadline_can_be_set_extended_and_missed() {
         let dir = tempfile::tempdir().unwrap();
         let fence = Fence::open(dir.path()).unwrap();
-        assert!(!has_passed(&fence.path), "no deadline was set");
+        let file = File::open(&fence.path).unwrap();
+        assert!(!has_passed(&file), "no deadline was set");
         fence.set(Duration::from_secs(100)).unwrap();
-        assert!(!has_passed(&fence.path));
+        assert!(!has_passed(&file));
         fence.set(Duration::ZERO).unwrap();
-        wait_until("the deadline never passed", || has_passed(&fence.path));
+        wait_until("the deadline never passed", || has_passed(&file));
         fence.set(Duration::from_secs(100)).unwrap();
-        assert!(!has_passed(&fence.path), "the deadline was extended");
-        assert!(!has_passed(Path::new("/nowhere")));
+        assert!(!has_passed(&file), "the deadline was extended");
+        std::fs::rename(&fence.path, dir.path().join("moved")).unwrap();
+        fence.set(Duration::ZERO).unwrap();
+        std::thread::sleep(Duration::from_millis(30));
+        let other = Fence::open(dir.path()).unwrap();
+        other.set(Duration::from_secs(100)).unwrap();
+        assert!(has_passed(&file), "another agent at the same path does not extend this lease");
     }
 }

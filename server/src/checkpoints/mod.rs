@@ -6,6 +6,7 @@ pub(crate) mod object_storage;
 pub(crate) mod object_store_fetches;
 pub(crate) mod object_store_state;
 pub(crate) mod object_store_sync;
+pub(crate) mod unreported;
 pub(crate) mod uploads;
 pub(crate) mod verified_files;
 mod waits;
@@ -109,9 +110,10 @@ impl Checkpoints {
     pub(crate) fn describe(&self, row: CheckpointRow, copies: &Copies) -> Checkpoint {
         let uploading_from =
             self.holders_unless_on_server(&row, copies).into_iter().next().map(|holder| holder.agent);
+        let missing = uploading_from.is_none() && !self.has_copy(&row, copies);
         let stored = self.stored_state(&row, copies);
         let CheckpointRow { id, attempt, info, created_at, .. } = row;
-        Checkpoint { id, attempt, info, created_at, uploading_from, stored }
+        Checkpoint { id, attempt, info, created_at, uploading_from, missing, stored }
     }
 
     /// Whether a checkpoint is in the object store or on its way there. `None` if there is no object store, or if neither the store nor the

@@ -21,7 +21,11 @@ use crate::{
 use bytes::Bytes;
 use futures_util::{TryStreamExt, stream::BoxStream};
 use location::Location;
-use lockstep_protocol::{JobId, checkpoint_files::parse_folder_name, limits::MANIFEST_BYTES};
+use lockstep_protocol::{
+    JobId,
+    checkpoint_files::{folder_name, parse_folder_name},
+    limits::MANIFEST_BYTES,
+};
 use object_store::{
     Error, GetOptions, ObjectStore, ObjectStoreExt, RetryConfig,
     aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey},
@@ -152,8 +156,29 @@ impl ObjectStorage {
         self.read_start(&prefix.manifest_path(), MANIFEST_BYTES as u64 + 1).await
     }
 
+    /// The jobs and ids of all complete checkpoints in the store. Each job's checkpoints are in the order of their steps.
+    pub(crate) async fn complete_checkpoints(&self) -> Result<Vec<(JobId, String)>> {
+        let jobs = self.root.clone().join("jobs");
+        let listed = self.objects.list(Some(&jobs)).map_ok(|object| object.location);
+        let paths: Vec<Path> = with_timeout(listed.try_collect()).await?;
+        let key_of = |path: &Path| {
+            let parts: Vec<_> = path.prefix_match(&jobs)?.collect();
+            let [job, name, file] = &parts[..] else { return None };
+            let (epoch, step) = parse_folder_name(name.as_ref())?;
+            let job: JobId = job.as_ref().parse().ok()?;
+            (file.as_ref() == MANIFEST).then_some((job, step, epoch))
+        };
+        let mut found: Vec<_> = paths.iter().filter_map(key_of).collect();
+        found.sort_unstable();
+        let with_id = |(job, step, epoch): (JobId, u64, u32)| {
+            let id = format!("{job}-{}", folder_name(epoch, step));
+            (job, id)
+        };
+        Ok(found.into_iter().map(with_id).collect())
+    }
+
     /// The first bytes of an object, at most `max_bytes`. `None` if the object does not exist.
-    async fn read_start(&self, path: &Path, max_bytes: u64) -> Result<Option<Bytes>> {
+    pub(crate) async fn read_start(&self, path: &Path, max_bytes: u64) -> Result<Option<Bytes>> {
         let options = GetOptions::new().with_range(Some(0..max_bytes));
         let found = optional(with_timeout(self.objects.get_opts(path, options)).await)?;
         let Some(found) = found else { return Ok(None) };

@@ -137,7 +137,8 @@ pub(crate) async fn authorize(
         // displace important entries.
         let is_sign_in = rules::is_sign_in(route);
         let is_failed_sign_in = rules::is_failed_sign_in(route, status);
-        let is_recorded = is_recorded && status != StatusCode::METHOD_NOT_ALLOWED;
+        let is_recorded =
+            is_recorded && status != StatusCode::METHOD_NOT_ALLOWED && !rules::is_under_way(route, status);
         if signed_in.is_some() || is_failed_sign_in || (is_recorded && caller.is_some()) {
             let token = caller.as_ref().and_then(Caller::token);
             let action = if is_sign_in {

@@ -29,7 +29,6 @@ mod preempt;
 mod reasons;
 mod resume_point;
 mod start;
-mod unreported;
 
 pub(crate) use ends::{
     StopMode, note_ranks_ended, note_ready, requeue_after_leave, requeue_declined, stop_other_agents,

@@ -190,6 +190,8 @@ async fn repeated_requests_join_an_inspection_and_report_its_progress() {
         };
         assert_eq!(request, AgentRequest::InspectDataset { path: path.into(), allowed: None });
     }
+    let log = server.get_ok("/audit?q=datasets").await;
+    assert_eq!(log["entries"], json!([]), "no dataset has been added");
     let third = json!({"name": "third", "path": "/third"});
     let (_, body) = tokio::select! {
         response = server.post("/datasets?wait_secs=0", &third) => response,

@@ -1,7 +1,7 @@
 //! Checkpoints that agents upload to a server with an object store, here a directory. `tests/it` has the tests with a bucket.
 
 use crate::{
-    agent::{Agent, checkpoint, running},
+    agent::{Agent, checkpoint, hello, running},
     gangs::rank_killed,
     starting::start_error,
     test_server::{TestServer, config, database_of, wait_until},
@@ -268,6 +268,8 @@ async fn a_job_without_any_of_its_checkpoints_fails_instead_of_restarting() {
     let reason = job.reason.unwrap_or_default();
     assert!(reason.contains("no valid checkpoint is left to continue from"), "{reason}");
     assert_eq!(job.attempt, 1, "no second attempt was started");
+    let listed = server.get_ok(&format!("/jobs/{id}/checkpoints")).await;
+    assert_eq!(listed["checkpoints"][0]["missing"], true, "{listed}");
     server.stop().await;
 }
 
@@ -357,4 +359,42 @@ async fn a_store_of_another_server_is_adopted_only_on_request() {
     TestServer::open(other_dir, |config| config.artifacts = Some(url.clone())).await.stop().await;
     let error = start(&dir).await.to_string();
     assert!(error.contains("is not the store that has this database's checkpoints"), "{error}");
+    assert!(error.contains("--artifacts-adopt"), "{error}");
+    let after = marker();
+    TestServer::open(dir, adopt).await.stop().await;
+    assert_ne!(
+        marker(),
+        after,
+        "the option names the store as this server's, whatever server has adopted it"
+    );
+}
+
+/// The database was restored from a backup that is older than the job's newest checkpoint.
+#[tokio::test]
+async fn an_adopted_store_s_newer_checkpoints_are_used() {
+    let (server, store) = TestServer::with_object_store().await;
+    let (mut agent, id, attempt, _) = start_job_with_checkpoint(&server).await;
+    write_checkpoint(server.job_dir(&id), 20);
+    agent.report(&attempt, Source::Rank(0), 2, vec![checkpoint(20)]).await;
+    let stored = ["stored", "stored"];
+    wait_until("both checkpoints are stored", async || stored_states(&server, &id).await == stored).await;
+    drop(agent);
+    for change in [
+        "DELETE FROM checkpoint_copies",
+        "DELETE FROM checkpoints WHERE step = 20",
+        "UPDATE artifact_stores SET marker = 'restored ' || marker",
+    ] {
+        server.execute(change).await;
+    }
+    fs::remove_dir_all(server.job_dir(&id)).unwrap();
+    let dir = server.stop().await;
+    let url = store.path().to_str().unwrap().to_owned();
+    let adopt = |config: &mut ServeConfig| (config.artifacts, config.artifacts_adopt) = (Some(url), true);
+    let server = TestServer::open(dir, adopt).await;
+    assert_eq!(server.checkpoint_steps(&id).await, [20, 10]);
+    assert_eq!(stored_states(&server, &id).await, stored);
+    let mut agent = Agent::connect(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
+    agent.end(&attempt, rank_killed(0)).await;
+    assert_eq!(agent.expect_start().await.resume.as_deref(), Some("1-20"));
+    server.stop().await;
 }

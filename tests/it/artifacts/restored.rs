@@ -69,19 +69,13 @@ async fn a_restored_database_uses_the_store_only_after_adopting_it() {
             files_below(&artifacts) == [artifacts.join("LOCKSTEP.json")]
         })
         .await;
-    // The copy of the copy does not know the identity that the store got when it was adopted.
+    // The copy of the copy does not know the identity that the store got when it was adopted, and may adopt the store, too.
     let mut command = lockstep();
-    command.args([
-        "serve",
-        "--no-local-agent",
-        "--artifacts-adopt",
-        "--database",
-        &copy_of_copy,
-        "--artifacts",
-    ]);
+    command.args(["serve", "--no-local-agent", "--database", &copy_of_copy, "--artifacts"]);
     command.arg(&artifacts).args(["--listen", &format!("127.0.0.1:{}", free_port()), "--data-dir"]);
     Finished::of(command.arg(external.path().join("copy-of-copy")))
-        .assert_usage_error(&["is not the store that has this database's checkpoints", "may have adopted"]);
+        .assert_usage_error(&["is not the store that has this database's checkpoints", "--artifacts-adopt"]);
     copy_server.stop().await;
+    Server::start_on(Agents::None, Some(copy_of_copy), environment(true)).await.stop().await;
     server.stop().await;
 }

@@ -6,6 +6,7 @@ use super::{
 use crate::{fence, report::Reporter};
 use lockstep_host::exit_without_handlers;
 use std::{
+    fs::File,
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
@@ -38,6 +39,7 @@ pub(super) fn listen_to_signals(
         )
     };
     let config = config.clone();
+    let lease = config.lease.as_ref().map(File::open).transpose()?;
     let stop_within = Duration::from_secs(config.stop_within_secs.into());
     let listening = async move {
         let mut expired_checks = 0;
@@ -56,7 +58,7 @@ pub(super) fn listen_to_signals(
                 _ = user1.recv() => state.stop.store(true, Ordering::Relaxed),
                 _ = hangup.recv() => {}
                 () = tokio::time::sleep(LEASE_EVERY) => {
-                    let has_expired = config.lease.as_deref().is_some_and(fence::has_passed);
+                    let has_expired = lease.as_ref().is_some_and(fence::has_passed);
                     expired_checks = if has_expired { expired_checks + 1 } else { 0 };
                     if expired_checks > 1 {
                         let why = "the agent did not extend its lease in time";

@@ -226,7 +226,7 @@ pub(super) async fn await_fetch(config: &ServeConfig, row: &CheckpointRow, fetch
 pub(super) fn removed_error() -> Error {
     Error::NotFound(
         "this checkpoint's files no longer exist: a user removed the checkpoint, only newer ones were kept, or the files were not \
-         restored with the database"
+         restored with the database. Choose another checkpoint, or copy the earlier server's folder `jobs` into the data directory"
             .into(),
     )
 }

@@ -67,7 +67,12 @@ impl ObjectStorage {
     pub(crate) fn wrong_store_error(&self, found: Option<&str>, expected: &str) -> Unusable {
         let found = found.map_or_else(
             || "is missing".to_owned(),
-            |found| format!("names {found} (a server with a restored copy of this database may have adopted the store)"),
+            |found| {
+                format!(
+                    "names {found} (a server with a restored copy of this database may have adopted the store; if no other server uses it now, \
+                     start this server with --artifacts-adopt)"
+                )
+            },
         );
         Unusable::permanent(format!(
             "{} is not the store that has this database's checkpoints: its {MARKER} {found}, and should be {{\"store\":\"{expected}\"}}; \

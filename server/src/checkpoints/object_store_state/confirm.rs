@@ -3,9 +3,11 @@
 
 use super::ObjectStoreState;
 use crate::{
-    checkpoints::object_storage::Unusable,
-    store::{Store, StoreError},
+    checkpoints::{manifest::sha256, object_storage::Unusable, unreported},
+    lifecycle,
+    store::{JobRow, Store, StoreError, StoredCheckpoint},
 };
+use lockstep_protocol::{checkpoint_files::STATE, limits::STATE_FILE_BYTES};
 use uuid::Uuid;
 
 /// Maximum number of uploaded checkpoints that are looked for in a store without a marker. At least one of them must be there.
@@ -41,12 +43,15 @@ impl ObjectStoreState {
     async fn identify(&self, database: &dyn Store) -> Result<String, Unusable> {
         let url = self.storage.url();
         let known = database.object_store_marker(url).await?;
-        if let Some(known) = known.as_ref().filter(|known| !known.is_restored) {
+        if let Some(known) = known.as_ref().filter(|known| !known.is_restored && !self.adopts) {
             return Ok(known.marker.clone());
         }
         let found = self.storage.marker().await?;
-        if let Some(restored) = known.filter(|known| found.as_ref() != Some(&known.marker)) {
-            return Err(self.storage.wrong_store_error(found.as_deref(), &restored.marker));
+        if let Some(known) = known.filter(|known| found.as_ref() != Some(&known.marker)) {
+            let wrong = self.storage.wrong_store_error(found.as_deref(), &known.marker);
+            // If the marker is missing, the store's disk may not be mounted.
+            let found = found.ok_or_else(|| wrong.clone())?;
+            return self.adopt(database, &found, wrong).await;
         }
         let marker = match found {
             // The marker may be known under another address, because a store can be moved.
@@ -66,12 +71,13 @@ impl ObjectStoreState {
         Ok(marker)
     }
 
-    /// Takes over another server's store by writing a new marker. The other server then refuses to use the store. `refused` is the error
-    /// without `--artifacts-adopt`.
+    /// Takes over another server's store: adds its checkpoints to the database, and writes a new marker. The other server then refuses to
+    /// use the store. `refused` is the error without `--artifacts-adopt`.
     async fn adopt(&self, database: &dyn Store, found: &str, refused: Unusable) -> Result<String, Unusable> {
         if !self.adopts {
             return Err(refused);
         }
+        self.add_unnamed_checkpoints(database).await?;
         let own = Uuid::new_v4();
         // The database is written first, because if the server is killed here, the next start knows which marker the store should have.
         database.replace_restored_marker(found, &own.to_string()).await?;
@@ -82,6 +88,42 @@ impl ObjectStoreState {
             "the object store now belongs to this database, and no longer to another database"
         );
         Ok(own.to_string())
+    }
+
+    /// Adds the checkpoints of this database's jobs that the store has and the database does not name. They were stored after the backup
+    /// from which the database was restored, or by another server.
+    async fn add_unnamed_checkpoints(&self, database: &dyn Store) -> Result<(), Unusable> {
+        let (storage, url) = (&self.storage, self.storage.url());
+        for (job, id) in storage.complete_checkpoints().await? {
+            let known = database.stored_checkpoint(url, &id).await?;
+            let Some(prefix) =
+                storage.prefix_of(&id).filter(|_| known.is_none_or(|known| known.manifest.is_none()))
+            else {
+                continue;
+            };
+            let Some(bytes) = storage.manifest(&prefix).await? else { continue };
+            let Ok(manifest) = prefix.parse_manifest(&bytes) else { continue };
+            if database.checkpoint(&id).await?.is_none() && database.job(&job).await?.is_some() {
+                let Some(file) = manifest.files.get(STATE) else { continue };
+                let state = storage.read_start(&prefix.file_path(STATE, file), STATE_FILE_BYTES).await?;
+                let Ok((info, _)) = unreported::describe(&manifest, bytes.len(), &state.unwrap_or_default())
+                else {
+                    continue;
+                };
+                let add = move |row: &mut JobRow| {
+                    let events = unreported::report(&row.job, info.clone()).into_iter();
+                    let added: Result<Vec<_>, _> =
+                        events.map(|event| lifecycle::report(row, event, None, crate::now())).collect();
+                    Ok(added?.concat())
+                };
+                database.change_job(&job, Box::new(add)).await?;
+                tracing::info!(checkpoint = id, "a checkpoint that only the object store had is added");
+            }
+            let stored = StoredCheckpoint { id, manifest: Some(sha256(&bytes)), unfinished_upload: None };
+            // Stores nothing for a checkpoint of a job that this database does not have.
+            database.put_stored_checkpoint(url, &stored).await?;
+        }
+        Ok(())
     }
 
     /// Checks that an unmarked store has at least one of the checkpoints that were uploaded to it, if any were uploaded.

@@ -44,11 +44,18 @@ pub(super) fn identify_by_certificate(
         // The agent of the server's own machine connects without TLS, with a token from the server.
         let needs_certificate = auth == AgentAuth::Certificate && !peer.is_unencrypted();
         if needs_certificate || !headers.contains_key(header::AUTHORIZATION) {
-            let why = match auth {
-                AgentAuth::Certificate => "it presents no certificate, which this server requires of agents",
-                _ => "it presents neither a certificate nor a token",
+            return match auth {
+                AgentAuth::Certificate => refuse(
+                    "(unknown)",
+                    "it presents no certificate, which this server requires of agents",
+                    ADVICE,
+                ),
+                _ => refuse(
+                    "(unknown)",
+                    "it presents neither a certificate nor a token",
+                    &format!("{ADVICE}, or with --token-file (`lockstep token create --scope agent`)"),
+                ),
             };
-            return refuse("(unknown)", why, ADVICE);
         }
         return Ok(None);
     };

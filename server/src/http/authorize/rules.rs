@@ -79,6 +79,11 @@ pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
     !method.is_safe() && !is_by_agent && !is_exempt && !is_upload(method, route)
 }
 
+/// Whether a response says that the inspection of a dataset is under way. Only the response that ends the inspection is recorded.
+pub(super) fn is_under_way(route: Option<&str>, status: StatusCode) -> bool {
+    status == StatusCode::ACCEPTED && route.is_some_and(|route| route.starts_with("/api/v1/datasets"))
+}
+
 /// Whether a request runs to its end even if its client disconnects: a request that may change something, including the return from an
 /// OpenID provider, which may add a person.
 pub(super) fn is_detached(method: &Method, route: Option<&str>) -> bool {

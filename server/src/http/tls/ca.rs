@@ -115,7 +115,10 @@ impl Authority {
         let folder = folder(data_dir);
         let (certificate, key) = (folder.join("ca.crt"), folder.join("ca.key"));
         if !certificate.exists() {
-            return Err(format!("there is no {}; make it with `lockstep ca init`", certificate.display()));
+            return Err(format!(
+                "there is no {}; name the server's data directory with --data-dir, or make a new authority with `lockstep ca init`",
+                certificate.display()
+            ));
         }
         let der = pem_files::read_certificates(&certificate)?.swap_remove(0);
         let facts = Facts::read(&der).ok_or_else(|| not_ours(&certificate))?;

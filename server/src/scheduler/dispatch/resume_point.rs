@@ -1,7 +1,6 @@
 //! The checkpoint from which a job's next attempt continues.
 
-use super::unreported;
-use crate::{scheduler::Scheduler, store::Result};
+use crate::{checkpoints::unreported, scheduler::Scheduler, store::Result};
 use lockstep_protocol::job::Job;
 use std::collections::BTreeSet;
 

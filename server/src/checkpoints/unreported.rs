@@ -1,9 +1,9 @@
-//! Checkpoints on the server's disk that were never reported, because the ranks continued and ended while the server or their agent was
-//! unreachable.
+//! Checkpoints that the database does not name. On the server's disk: the ranks continued and ended while the server or their agent was
+//! unreachable. In the object store: they were stored after the backup from which the database was restored.
 
-use crate::checkpoints::{
+use super::{
     disk_checks::has_expected_sizes,
-    manifest::{self, MANIFEST},
+    manifest::{self, MANIFEST, Manifest},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Evaluation},
@@ -34,14 +34,14 @@ struct State {
 
 /// The best checkpoint at the time of writing.
 #[derive(Deserialize)]
-struct Best {
+pub(crate) struct Best {
     epoch: u32,
     step: u64,
 }
 
 /// Finds the newest checkpoint in `checkpoints` that has all of its files. If another checkpoint is the best, the best comes first in the
 /// list. Rank 0 verifies checksums later, and uses the previous checkpoint if they are wrong.
-pub(super) async fn find_unreported(checkpoints: PathBuf) -> Vec<CheckpointInfo> {
+pub(crate) async fn find_unreported(checkpoints: PathBuf) -> Vec<CheckpointInfo> {
     let work = move || {
         let mut found: Vec<(u64, u32)> = fs::read_dir(&checkpoints)
             .into_iter()
@@ -68,7 +68,7 @@ pub(super) async fn find_unreported(checkpoints: PathBuf) -> Vec<CheckpointInfo>
 
 /// The records that a rank would have sent about an unreported checkpoint. Leaves out the validation if it was reported: the job has later
 /// steps, or its last accuracy and loss are the same.
-pub(super) fn report(job: &Job, checkpoint: CheckpointInfo) -> Vec<AttemptEvent> {
+pub(crate) fn report(job: &Job, checkpoint: CheckpointInfo) -> Vec<AttemptEvent> {
     let mut events = Vec::new();
     let is_reported = job.step > checkpoint.step
         || (job.last.val_accuracy, job.last.val_loss) == (checkpoint.val_accuracy, checkpoint.val_loss);
@@ -103,10 +103,20 @@ fn read_checkpoint(checkpoints: &Path, epoch: u32, step: u64) -> io::Result<(Che
         .map_err(|detail| invalid(&format!("its {MANIFEST} {detail}")))?;
     let mut state = Vec::new();
     File::open(folder.join(STATE))?.take(STATE_FILE_BYTES).read_to_end(&mut state)?;
-    let State { val_accuracy, val_loss, validation, best } = serde_json::from_slice(&state)?;
+    Ok(describe(&manifest, manifest_bytes.len(), &state)?)
+}
+
+/// Describes a checkpoint by its manifest and its [`STATE`]. Also returns the best checkpoint at the time of writing.
+pub(crate) fn describe(
+    manifest: &Manifest,
+    manifest_len: usize,
+    state: &[u8],
+) -> serde_json::Result<(CheckpointInfo, Option<Best>)> {
+    let State { val_accuracy, val_loss, validation, best } = serde_json::from_slice(state)?;
+    let Manifest { epoch, step, .. } = *manifest;
     let files: u64 = manifest.files.values().map(|file| file.size_bytes).sum();
     let is_best = best.as_ref().is_some_and(|best| best.step == step);
-    let size_bytes = files + manifest_bytes.len() as u64;
+    let size_bytes = files + manifest_len as u64;
     let info = CheckpointInfo { epoch, step, val_accuracy, val_loss, validation, best: is_best, size_bytes };
     Ok((info, best))
 }

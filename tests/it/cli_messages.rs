@@ -188,6 +188,7 @@ async fn init_writes_a_file_for_train_and_submit() {
             &["download", &id, "-o", "nodir/x.safetensors"],
             &["nodir/x.safetensors: the folder nodir does not exist"],
         ),
+        (&["download", &id, "-o", "-"], &["-: this command does not write to standard output"]),
         (&["metrics", "lr", &id], &["no job is called lr"]),
     ] {
         server.cli(args).assert_usage_error(words);

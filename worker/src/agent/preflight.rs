@@ -82,5 +82,5 @@ fn check_disk(stored: &StoredAttempt, spec: &JobSpec) -> Result<(), String> {
 }
 
 fn megabytes(bytes: u64) -> String {
-    format!("{:.0} MB", bytes as f64 / 1e6)
+    format!("{:.1} MB", bytes as f64 / 1e6)
 }

@@ -36,6 +36,8 @@ enum Command {
     /// Show one job
     Show(cli::api::JobArgs),
     /// Show a job's progress until it ends
+    ///
+    /// With --json, the command prints each event of the job as a line of JSON, and the job as the last line.
     Watch(cli::api::JobArgs),
     Logs(cli::logs::Args),
     Metrics(cli::metrics::Args),

@@ -251,7 +251,10 @@ pub(crate) fn read_token_file(path: &Path) -> anyhow::Result<String> {
         )));
     }
     match text.trim() {
-        "" => Err(usage_error(format!("the token file {} is empty", path.display()))),
+        "" => Err(usage_error(format!(
+            "the token file {} is empty: write a token into it, or name another file",
+            path.display()
+        ))),
         token => Ok(token.to_owned()),
     }
 }

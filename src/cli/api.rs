@@ -286,8 +286,12 @@ impl Api {
         let aliases: Vec<_> =
             aliases.map(|(alias, version)| format!("{alias} (version {version})")).collect();
         Err(match selector {
-            Selector::Number(_) => error,
-            Selector::Alias(_) if aliases.is_empty() => usage_error(format!("{error}; it has no aliases")),
+            Selector::Number(_) => {
+                usage_error(format!("{error}; `lockstep model show {model}` lists its versions"))
+            }
+            Selector::Alias(_) if aliases.is_empty() => {
+                usage_error(format!("{error}; it has no aliases: set one with `lockstep model alias`"))
+            }
             Selector::Alias(_) => usage_error(format!("{error}; its aliases are {}", aliases.join(", "))),
         })
     }

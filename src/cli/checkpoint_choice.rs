@@ -136,7 +136,9 @@ pub(crate) async fn choose(api: &Api, job: &Job, name: &str) -> anyhow::Result<L
             let reason = job.reason.as_ref().map(|reason| format!(": {reason}")).unwrap_or_default();
             usage_error(format!("{} has no checkpoint: the job {}{reason}", job.id, job.state.predicate()))
         }
-        0 => usage_error(format!("{} has no checkpoint yet", job.id)),
+        0 => {
+            usage_error(format!("{0} has no checkpoint yet; `lockstep watch {0}` shows its progress", job.id))
+        }
         _ => {
             let names: Vec<_> = checkpoints.iter().map(ListedCheckpoint::name).collect();
             usage_error(format!("{} has no checkpoint {name}; it has {}", job.id, names.join(", ")))

@@ -13,7 +13,7 @@ use std::path::PathBuf;
 pub(crate) struct Args {
     #[command(flatten)]
     choice: CheckpointArgs,
-    /// File for the weights
+    /// File for the weights; an existing file is replaced
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
     #[command(flatten)]

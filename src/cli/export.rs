@@ -26,7 +26,7 @@ pub(crate) struct Args {
     /// The weights of the checkpoint to use
     #[arg(long, value_enum, default_value_t = Weights::Model)]
     weights: Weights,
-    /// File for the weights
+    /// File for the weights; an existing file is replaced
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
     #[command(subcommand)]

@@ -46,8 +46,11 @@ pub(super) fn missing_path_message(path: &Path) -> String {
 /// Checks that a file may be written as `path`. Commands write next to `path` and rename, which would replace a device or a pipe.
 ///
 /// # Errors
-/// Exit status 2: `path` exists and is not a regular file, or its folder does not exist.
+/// Exit status 2: `path` is `-` or exists and is not a regular file, or its folder does not exist.
 pub(crate) fn check_output(path: &Path) -> anyhow::Result<()> {
+    if path == Path::new("-") {
+        return Err(usage_error("-: this command does not write to standard output; name a file"));
+    }
     let folder = folder_of(path);
     if !folder.is_dir() {
         let (path, folder) = (path.display(), folder.display());

@@ -86,7 +86,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             ErrorKind::AlreadyExists => already_exists(),
             _ => usage_error(format!("{shown}: {e}")),
         })?;
-    file.write_all(text.as_bytes())?;
+    if let Err(error) = file.write_all(text.as_bytes()) {
+        // A part of a job file would be in the way of the next `lockstep init`.
+        let _ = fs::remove_file(&args.output);
+        return Err(usage_error(format!("{shown} cannot be written: {error}")));
+    }
     output::line(format_args!("{shown}: {}", dataset::describe(&info)))?;
     dataset::print_broken_files(&info)?;
     if let Some(words) = info.classes_lacking_pictures(&spec.data) {

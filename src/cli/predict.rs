@@ -53,7 +53,7 @@ pub(crate) struct Args {
     #[arg(long, conflicts_with = "top")]
     embed: bool,
     /// Write the embeddings to this safetensors file: the tensor `embeddings` (float32, one row per picture), and the pictures' names in
-    /// the metadata
+    /// the metadata; an existing file is replaced
     #[arg(short, long, value_name = "FILE", requires = "embed")]
     output: Option<PathBuf>,
     #[command(flatten)]

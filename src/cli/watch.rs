@@ -17,8 +17,8 @@ use lockstep_protocol::{
 use progress::Progress;
 use std::time::{Duration, Instant};
 
-/// Interval between two requests for a waiting job's place in the queue. The place depends on other jobs, so no event of this job reports
-/// it.
+/// Interval between two requests for a job that has no events: for its place in the queue, which depends on other jobs, or for the reason
+/// why its events cannot be stored.
 const QUEUE_INTERVAL: Duration = Duration::from_secs(2);
 /// Interval between two requests for a job whose state is about to change.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
@@ -106,12 +106,12 @@ pub(crate) trait Display {
     /// Prints a line to standard error.
     fn warn(&self, text: &str);
 
-    /// Whether to ask the server for the job's place in the queue.
+    /// Whether to ask the server for the job while no event arrives.
     fn asks_for_place(&self) -> bool {
         false
     }
 
-    /// Shows the job's place in the queue.
+    /// Shows the job's place in the queue, and why nothing is reported.
     fn show_place(&mut self, _job: &Job) -> anyhow::Result<()> {
         Ok(())
     }

@@ -8,7 +8,11 @@ use crate::{
     specs,
 };
 use serde_json::{Value, json};
-use std::{fs, path::Path, process::Stdio};
+use std::{
+    fs,
+    path::Path,
+    process::{Command, Stdio},
+};
 
 /// Options that make the job file of `init` quick to train.
 const QUICK: [&str; 6] =
@@ -91,6 +95,12 @@ async fn init_writes_a_file_for_train_and_submit() {
     let empty = server.folder().path().join("empty");
     fs::create_dir(&empty).expect("a folder");
     server.cli(&["init", empty.to_str().expect("UTF-8"), "-o", "x.toml"]).assert_usage_error(&["empty"]);
+    assert!(!server.folder().path().join("x.toml").exists());
+    // A file that cannot be written, as on a full disk, is not left behind empty.
+    let mut limited = Command::new("sh");
+    limited.args(["-c", "trap '' XFSZ; ulimit -f 0; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_lockstep")]);
+    limited.args(["init", root, "-o", "x.toml"]).current_dir(server.folder().path());
+    Finished::of(&mut limited).assert_usage_error(&["x.toml cannot be written: File too large"]);
     assert!(!server.folder().path().join("x.toml").exists());
 
     server.cli(&["validate", "lockstep.toml"]).ok();
@@ -178,6 +188,7 @@ async fn init_writes_a_file_for_train_and_submit() {
             &["download", &id, "-o", "nodir/x.safetensors"],
             &["nodir/x.safetensors: the folder nodir does not exist"],
         ),
+        (&["download", &id, "-o", "-"], &["-: this command does not write to standard output"]),
         (&["metrics", "lr", &id], &["no job is called lr"]),
     ] {
         server.cli(args).assert_usage_error(words);

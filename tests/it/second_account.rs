@@ -158,6 +158,18 @@ async fn other_accounts_cannot_read_data_or_act_as_an_agent() {
         server.url
     ));
     assert!(text_of(&joined).contains("token"), "{}", text_of(&joined));
+    // A class folder that this account cannot read is an error, not a class without pictures.
+    let images = pictures::image_folder(others_folder.path(), 4);
+    let class = images.join("train/boot");
+    fs::set_permissions(&class, PermissionsExt::from_mode(0o700)).expect("its permissions");
+    let inspected = run_as_other(&format!(
+        "HOME={} {} dataset inspect {}",
+        others_folder.path().display(),
+        program.display(),
+        images.display()
+    ));
+    let refusal = format!("{} cannot be read: Permission denied", class.display());
+    assert!(text_of(&inspected).contains(&refusal) && !inspected.status.success(), "{inspected:?}");
     let agents = server.get("/agents").await;
     assert_eq!(agents["agents"].as_array().expect("agents").len(), 1, "{agents}");
     assert_eq!(agents["agents"][0]["online"], true);

@@ -132,6 +132,7 @@ async fn store_with_retries(
             Err(error) if error.is_temporary() => {
                 if failure_log.note_failure(&error) {
                     tracing::error!(%error, "reports cannot be stored; trying again");
+                    scheduler.last_plan.set_store_failure(Some(error.to_string()));
                 }
                 tokio::select! {
                     () = tokio::time::sleep(backoff.next_pause()) => {}
@@ -140,6 +141,9 @@ async fn store_with_retries(
             }
             done => {
                 let failures = failure_log.note_success();
+                if failures.is_some() {
+                    scheduler.last_plan.set_store_failure(None);
+                }
                 if let Some(failures) = failures.filter(|_| done.is_ok()) {
                     tracing::info!(failures, "storing reports works again");
                 }

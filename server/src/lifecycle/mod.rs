@@ -199,6 +199,9 @@ pub fn pause(row: &mut JobRow, at: Timestamp) -> ChangeResult {
     }
 }
 
+/// Ends the refusal of a request to continue a job that has succeeded.
+const TRAIN_LONGER: &str = "; to train longer, fork it with another train.epochs";
+
 /// Resumes a paused job for a user.
 pub fn resume(row: &mut JobRow, at: Timestamp) -> ChangeResult {
     external::refuse_external(&row.job, "resumed")?;
@@ -206,7 +209,7 @@ pub fn resume(row: &mut JobRow, at: Timestamp) -> ChangeResult {
     let state = row.job.state;
     if state != JobState::Paused {
         let hint = match state {
-            JobState::Succeeded => "; to train longer, fork it with another train.epochs",
+            JobState::Succeeded => TRAIN_LONGER,
             state if state.is_final() => "; retry it instead",
             _ => "",
         };
@@ -243,13 +246,12 @@ pub fn retry(row: &mut JobRow, at: Timestamp) -> ChangeResult {
     external::refuse_external(&row.job, "retried")?;
     let state = row.job.state;
     if !matches!(state, JobState::Failed | JobState::Cancelled) {
-        return Err(refusal(
-            state,
-            format!(
-                "the job {}; only a job that has failed or was cancelled can be retried",
-                state.predicate()
-            ),
-        ));
+        let hint = if state == JobState::Succeeded { TRAIN_LONGER } else { "" };
+        let detail = format!(
+            "the job {}; only a job that has failed or was cancelled can be retried{hint}",
+            state.predicate()
+        );
+        return Err(refusal(state, detail));
     }
     queue_anew(row, ReasonKind::RetriedByUser, at)
 }

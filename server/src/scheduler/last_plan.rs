@@ -23,6 +23,8 @@ struct Shown {
     waiting: HashMap<JobId, (u64, Option<Arc<Reason>>)>,
     /// In the order of the queue.
     reservations: Vec<Reservation>,
+    /// Why reports of jobs cannot be stored now.
+    store_failure: Option<String>,
 }
 
 impl LastPlan {
@@ -44,6 +46,7 @@ impl LastPlan {
             Reservation { since, ..new }
         };
         shown.reservations = plan.reservations.into_iter().map(keep_age).collect();
+        shown.store_failure = previous.store_failure;
     }
 
     /// A job's place in the queue and the reason why it waits. `None` if the newest plan has no such waiting job.
@@ -60,9 +63,23 @@ impl LastPlan {
         jobs.sort_by_cached_key(|job| shown.waiting.get(id(job)).map_or(u64::MAX, |(place, _)| *place));
     }
 
+    /// Sets why reports of jobs cannot be stored now; `None` if they are stored.
+    pub(crate) fn set_store_failure(&self, failure: Option<String>) {
+        lock(&self.0).store_failure = failure;
+    }
+
     /// Fills in a waiting job's place and current reason. The number of free slots changes without an event of the job, so the stored
-    /// reason may be outdated.
+    /// reason may be outdated. A job that has slots gets a reason if its reports cannot be stored.
     pub(crate) fn fill_in(&self, job: &mut Job) {
+        if job.state.is_active()
+            && let Some(failure) = &lock(&self.0).store_failure
+        {
+            job.reason = Some(format!(
+                "the server cannot store what the job reports ({failure}): free space for the server's database. The job continues; its \
+                 values here are from before"
+            ));
+            job.eta_secs = None;
+        }
         if !job.state.is_waiting() {
             return;
         }

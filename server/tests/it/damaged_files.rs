@@ -36,6 +36,17 @@ async fn damaged_and_unreadable_files_are_not_sent() {
     assert_eq!(server.get_text(&weights).await, (200, "weights".into()));
     make_unreadable(&folder.join("model.safetensors"));
     assert_refused(get(), "its model.safetensors cannot be read").await;
+    // A folder that cannot be read was not removed. Root can read every folder, but cannot follow a loop of links.
+    fs::remove_dir_all(&folder).unwrap();
+    symlink(folder.file_name().unwrap(), &folder).unwrap();
+    for path in ["", "/model.safetensors"] {
+        let (status, problem) = server.get(&format!("/checkpoints/{id}-1-10{path}")).await;
+        let detail = problem["detail"].as_str().unwrap_or_default();
+        assert!(
+            status == 503 && detail.contains("the server cannot read this checkpoint's files"),
+            "{problem}"
+        );
+    }
     server.stop().await;
 }
 

@@ -1,6 +1,9 @@
 //! Reports that are repeated, late, out of order, or invalid.
 
-use crate::agent::{Agent, hello, losses, running, start_job, unknown_attempt};
+use crate::{
+    agent::{Agent, hello, losses, running, start_job, unknown_attempt},
+    test_server::wait_until,
+};
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, Evaluation, FromAgent, Source, ToAgent},
     metric::MetricColumn,
@@ -47,6 +50,26 @@ async fn records_after_a_gap_are_not_stored_and_the_agent_retries() {
     assert_eq!(agent.welcome.0[0].records, 1);
     assert_eq!(agent.report(&attempt, Source::Rank(0), 1, vec![losses(0, 1..=3)]).await, 2);
     assert_eq!(server.stored_events(&id).await.len(), 4 + 1);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_job_whose_reports_cannot_be_stored_says_so() {
+    let (server, mut agent, id, attempt) = start_job(|_| {}).await;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0)]).await;
+    let reason = async || server.job(&id).await.reason.unwrap_or_default();
+    assert_eq!(reason().await, "");
+    // Without this table, no report can be stored, as on a full disk.
+    server.execute("ALTER TABLE acknowledged RENAME TO away").await;
+    let (source, events) = (Source::Rank(0), vec![losses(0, 1..=3)]);
+    agent.send(FromAgent::Report { attempt: attempt.clone(), source, first: 1, events }).await;
+    wait_until("the job says why nothing is stored", async || {
+        reason().await.contains("the server cannot store what the job reports")
+    })
+    .await;
+    server.execute("ALTER TABLE away RENAME TO acknowledged").await;
+    assert!(matches!(agent.next().await, Some(ToAgent::Ack(ack)) if ack.records == 2));
+    assert_eq!(reason().await, "");
     server.stop().await;
 }
 

@@ -12,6 +12,7 @@ use reqwest::{
     header::{CONNECTION, SEC_WEBSOCKET_KEY, SEC_WEBSOCKET_VERSION, UPGRADE},
 };
 use std::time::Duration;
+use tokio::time::Instant;
 use tokio_tungstenite::{
     WebSocketStream,
     tungstenite::{Message, handshake::client::generate_key, protocol::Role},
@@ -20,17 +21,25 @@ use tokio_tungstenite::{
 /// Time without a frame after which a connection counts as lost: at least two heartbeats are missing.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(2 * HEARTBEAT_SECS + 5);
 
-pub(crate) struct Stream(WebSocketStream<Upgraded>);
+pub(crate) struct Stream {
+    socket: WebSocketStream<Upgraded>,
+    /// When the last frame or heartbeat arrived.
+    heard_at: Instant,
+}
 
 impl Stream {
-    /// Returns the next frame other than a heartbeat, or `None` if the server has closed the stream.
+    /// Returns the next frame other than a heartbeat, or `None` if the server has closed the stream. Can be cancelled and called again.
     ///
     /// # Errors
     /// The connection broke, or heartbeats are missing.
     pub(crate) async fn next(&mut self) -> anyhow::Result<Option<Frame>> {
         loop {
-            let message = tokio::time::timeout(HEARTBEAT_TIMEOUT, self.0.next()).await;
-            match message.map_err(|_| anyhow::anyhow!("the server sent nothing for {HEARTBEAT_TIMEOUT:?}"))? {
+            let message =
+                tokio::time::timeout_at(self.heard_at + HEARTBEAT_TIMEOUT, self.socket.next()).await;
+            let message =
+                message.map_err(|_| anyhow::anyhow!("the server sent nothing for {HEARTBEAT_TIMEOUT:?}"))?;
+            self.heard_at = Instant::now();
+            match message {
                 None | Some(Ok(Message::Close(_))) => return Ok(None),
                 Some(Err(error)) => return Err(error.into()),
                 Some(Ok(Message::Text(text))) => match serde_json::from_str(&text) {
@@ -60,7 +69,8 @@ impl Api {
                 return Err(self.read_problem(response).await);
             }
             let connection = response.upgrade().await?;
-            Ok(Stream(WebSocketStream::from_raw_socket(connection, Role::Client, None).await))
+            let socket = WebSocketStream::from_raw_socket(connection, Role::Client, None).await;
+            Ok(Stream { socket, heard_at: Instant::now() })
         };
         match tokio::time::timeout(Duration::from_secs(10), opening).await {
             Ok(opened) => opened,

@@ -27,7 +27,7 @@ pub(super) struct Args {
     /// Which weights of the checkpoint to use
     #[arg(long, value_enum, default_value_t = Weights::Model)]
     weights: Weights,
-    /// File for the network
+    /// File for the network; an existing file is replaced
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
     /// Leave out the last layer: the output is the embedding, which is the input of that layer

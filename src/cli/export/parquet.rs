@@ -39,7 +39,7 @@ pub(super) struct Args {
     /// Jobs: an id, the start of an id, or a name
     #[arg(required = true, value_name = "JOB")]
     jobs: Vec<String>,
-    /// File for the points
+    /// File for the points; an existing file is replaced
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
     #[command(flatten)]

@@ -49,7 +49,10 @@ pub(super) fn find_resume_checkpoint(out: &Path, resume: Option<&str>) -> anyhow
             let (newest, problems) = checkpoint::newest(&directory)?;
             problems.iter().for_each(|problem| output::warn(format_args!("{problem}: left out")));
             let newest = newest.ok_or_else(|| {
-                usage_error(format!("--resume latest: no complete checkpoint in {}", directory.display()))
+                usage_error(format!(
+                    "--resume latest: no complete checkpoint in {}; leave out --resume to begin the run",
+                    directory.display()
+                ))
             })?;
             Ok(name_of(&newest))
         }

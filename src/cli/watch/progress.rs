@@ -160,14 +160,16 @@ impl Display for Progress {
     }
 
     fn asks_for_place(&self) -> bool {
-        self.state.is_waiting() && !self.as_json
+        (self.state.is_waiting() || self.state == JobState::Running) && !self.as_json
     }
 
-    /// Prints the state of a job that does not train, its place in the queue and the reason. Prints again only after a change.
+    /// Prints the state of a job that does not train, or has a reason, with its place in the queue and the reason. Prints again only after
+    /// a change.
     fn show_place(&mut self, job: &Job) -> anyhow::Result<()> {
         // The stream may be behind the job that was read. It reports all other changes in order.
-        let was_shown = job.state == self.state && job.state != JobState::Running && !job.state.is_final();
-        let is_known = job.reason.is_some() || job.queue.is_some() || !job.state.is_waiting();
+        let was_shown = job.state == self.state && !job.state.is_final();
+        let can_lack_reason = !job.state.is_waiting() && job.state != JobState::Running;
+        let is_known = job.reason.is_some() || job.queue.is_some() || can_lack_reason;
         if self.as_json || !was_shown || !is_known {
             return Ok(());
         }

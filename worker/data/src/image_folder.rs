@@ -214,21 +214,22 @@ fn examine(
         listing.folder_cache = store.folder_cache(dir);
         let mut labels = Vec::new();
         for ((label, folder), entries) in folders.into_iter().zip(described.by_ref()) {
-            if entries.is_empty() && !folder.has_broken {
-                return Err(empty_class(&dir.join(&folder.path)));
-            }
+            let (class, labels_before) = (dir.join(&folder.path), labels.len());
             listing.add_container(&folder.path, ContainerKind::Folder);
             for entry in entries {
                 match entry.broken {
                     Some(detail) => {
                         let name = std::ffi::OsStr::from_bytes(&entry.name);
-                        broken.push(broken_file(&dir.join(&folder.path).join(name), detail));
+                        broken.push(broken_file(&class.join(name), detail));
                     }
                     None => {
                         listing.push(&entry);
                         labels.push(label);
                     }
                 }
+            }
+            if labels.len() == labels_before {
+                return Err(empty_class(&class, &broken));
             }
         }
         if !labels.is_empty() || !broken.is_empty() {
@@ -238,8 +239,12 @@ fn examine(
     Ok(found)
 }
 
-/// The error for a class folder without a picture.
-fn empty_class(folder: &Path) -> DataError {
+/// The error for a class folder without a usable picture. It names the first of the `broken` files in the folder.
+fn empty_class(folder: &Path, broken: &[BrokenFile]) -> DataError {
+    if let Some(first) = broken.iter().find(|broken| Path::new(&broken.file).starts_with(folder)) {
+        let detail = format!("class folder {} has no usable picture: {first}", folder.display());
+        return DataError::Invalid(detail);
+    }
     DataError::Invalid(format!(
         "class folder {} has no picture: add pictures ({}), or move the folder out of the dataset",
         folder.display(),
@@ -269,17 +274,17 @@ fn list_split(
     let list = |(label, class): &(u32, PathBuf)| -> Result<(u32, Folder, Vec<BrokenFile>), DataError> {
         let path = class.strip_prefix(dir).unwrap_or(class).to_owned();
         if let Some(stamp) = cached.stamp(&path) {
-            let folder = Folder { path, stamp: Some(stamp), files: Vec::new(), has_broken: false };
+            let folder = Folder { path, stamp: Some(stamp), files: Vec::new() };
             return Ok((*label, folder, Vec::new()));
         }
         let stamp = FolderStamp::of(class);
         let (files, unexpected) = list_class(class);
-        if files.is_empty() && unexpected.is_empty() {
-            return Err(empty_class(class));
+        if files.is_empty() {
+            return Err(empty_class(class, &unexpected));
         }
         // Unexpected entries can become pictures without a change of the folder's times.
         let stamp = stamp.filter(|_| unexpected.is_empty());
-        let folder = Folder { path, stamp, files, has_broken: !unexpected.is_empty() };
+        let folder = Folder { path, stamp, files };
         Ok((*label, folder, unexpected))
     };
     let listed: Vec<_> = labelled.par_iter().map(list).collect();

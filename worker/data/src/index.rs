@@ -43,8 +43,6 @@ pub(super) struct Folder {
     pub(super) stamp: Option<FolderStamp>,
     /// The files in the order of names. Empty if the folder was not listed because it is in [`CachedFolders`].
     pub(super) files: Vec<FoundFile>,
-    /// Whether another entry of the folder was reported as broken.
-    pub(super) has_broken: bool,
 }
 
 /// A regular file.

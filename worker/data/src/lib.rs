@@ -199,7 +199,13 @@ fn not_a_dataset(path: &Path) -> DataError {
     let is_empty = |path: &&PathBuf| fs::read_dir(path).is_ok_and(|mut folder| folder.next().is_none());
     let empty: Vec<&PathBuf> = entries.iter().filter(is_empty).collect();
     let parent = path.parent().filter(|_| has_pictures(path));
-    let hint = if let Some(class) = only_class
+    let unreadable =
+        |folder: &Path| image_folder::entries(folder).err().map(|why| DataError::file(folder, why));
+    let unreadable =
+        unreadable(path).or_else(|| folders.iter().copied().find_map(|folder| unreadable(folder)));
+    let hint = if let Some(error) = unreadable {
+        format!("; {error}")
+    } else if let Some(class) = only_class
         && !empty.is_empty()
     {
         format!(

@@ -71,12 +71,13 @@ fn check_disk(stored: &StoredAttempt, spec: &JobSpec) -> Result<(), String> {
     let needed = checkpoint_bytes * missing + OTHER_BYTES;
     match disk_free(&stored.job_dir) {
         Ok(free) if free < needed => Err(format!(
-            "the disk of {} has {} free, and the job needs {} ({missing} checkpoints of {}); free some space or lower \
-             checkpoint.keep, and retry the job",
+            "the disk of {} has {} free, and the job needs {} ({missing} checkpoints of {}, and {} for records and logs); free some \
+             space and retry the job, or submit it again with a lower checkpoint.keep (at least 2)",
             stored.job_dir.display(),
             megabytes_down(free),
             megabytes_up(needed),
-            megabytes_up(checkpoint_bytes)
+            megabytes_up(checkpoint_bytes),
+            megabytes_up(OTHER_BYTES)
         )),
         _ => Ok(()),
     }

@@ -384,6 +384,15 @@ fn classes_without_pictures_are_refused_everywhere() {
         fs::write(class.join("notes.txt"), "no picture").expect("writes");
         fs::create_dir(class.join("nothing in it")).expect("a folder");
         check(&format!("class folder {} has no picture", class.display()));
+        // A class of which no file can be used is refused as well.
+        let more = class.join("more");
+        fs::create_dir(&more).expect("a folder");
+        fs::write(more.join("0.png"), "no picture").expect("writes");
+        let unusable = format!("class folder {} has no usable picture: {}", class.display(), class.display());
+        check(&format!("{unusable}/more is a folder inside a class folder"));
+        fs::remove_dir_all(&more).expect("removes");
+        fs::write(class.join("0.png"), "no picture").expect("writes");
+        check(&format!("{unusable}/0.png is text"));
         fs::remove_dir_all(&class).expect("removes");
     }
     let class = dir.path().join("val/cat");

@@ -17,7 +17,7 @@ use crate::{
     http::{conditional::json_with_etag, error::Code},
     scheduler::Scheduler,
     store::{CheckpointRow, Store},
-    util::regular_files,
+    util::{if_exists, regular_files},
 };
 use axum::http::HeaderMap;
 use lockstep_protocol::{
@@ -26,7 +26,10 @@ use lockstep_protocol::{
     checkpoint_files::{self, AVERAGE, MANIFEST, MODEL, STATE},
 };
 use serde_json::Value;
-use std::fmt::Display;
+use std::{
+    fmt::Display,
+    io::{self, ErrorKind},
+};
 
 /// Whether a checkpoint may have a file of this name. Other files in a checkpoint's folder are not served.
 pub(super) fn is_checkpoint_file(name: &str) -> bool {
@@ -195,7 +198,10 @@ pub(super) async fn ensure_on_disk(checkpoints: &Arc<Checkpoints>, row: &Checkpo
     };
     match fetch {
         Some(fetch) => await_fetch(&checkpoints.config, row, fetch).await,
-        None => Ok(()),
+        // A missing file is found later.
+        None => if_exists(tokio::fs::metadata(checkpoints.folder(row).join(MANIFEST)).await)
+            .map(drop)
+            .map_err(|error| read_error(&error)),
     }
 }
 
@@ -223,6 +229,17 @@ pub(super) async fn await_fetch(config: &ServeConfig, row: &CheckpointRow, fetch
     }
 }
 
+/// The error for files of a checkpoint that cannot be opened.
+fn read_error(error: &io::Error) -> Error {
+    match error.kind() {
+        ErrorKind::NotFound | ErrorKind::NotADirectory => removed_error(),
+        _ => Error::Unavailable(format!(
+            "the server cannot read this checkpoint's files ({error}): check the disk, and that the server's account may read the folder \
+             jobs in its data directory"
+        )),
+    }
+}
+
 pub(super) fn removed_error() -> Error {
     Error::NotFound(
         "this checkpoint's files no longer exist: a user removed the checkpoint, only newer ones were kept, or the files were not \
@@ -236,7 +253,7 @@ pub(super) async fn read_manifest(checkpoints: &Arc<Checkpoints>, row: &Checkpoi
     ensure_on_disk(checkpoints, row).await?;
     let path = checkpoints.folder(row).join(MANIFEST);
     check_regular(&path)?;
-    let json = regular_files::read(&path).await.map_err(|_| removed_error())?;
+    let json = regular_files::read(&path).await.map_err(|error| read_error(&error))?;
     serde_json::from_slice(&json).map_err(|e| {
         damaged_error(format_args!("checkpoint {}", row.id), &format!("its MANIFEST.json is not JSON ({e})"))
     })

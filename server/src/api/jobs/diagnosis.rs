@@ -371,7 +371,7 @@ fn causes(spec: &JobSpec, needs_weights: bool, pictures_side: u32) -> Vec<String
         };
         format!(
             "The network began with random weights and has fewer than {FEW_TRAINING_PICTURES} training pictures: {choose}start from \
-             trained weights (model.pretrained = \"{arch}\")."
+             trained weights (model.pretrained = \"{arch}\", after `lockstep weights get {arch}`)."
         )
     });
     let usual = pictures_side.min(USUAL_SIDE);
@@ -543,7 +543,7 @@ mod tests {
                 10,
                 0.1,
                 "The network began with random weights and has fewer than 5000 training pictures: start from trained weights \
-                 (model.pretrained = \"resnet50\"). The network sees 32 x 32 pixels of pictures whose shorter side has a median of \
+                 (model.pretrained = \"resnet50\", after `lockstep weights get resnet50`). The network sees 32 x 32 pixels of pictures whose shorter side has a median of \
                  300 pixels: set data.image_size = 224. Training accuracy is 31.0 %, validation accuracy 0.0 % (at most 22.8 %) of 13 \
                  pictures: the network overfits",
             ),
@@ -557,7 +557,7 @@ mod tests {
         // There are no public weights of this network.
         let mut spec = JobSpec::default();
         spec.model.arch = Arch::ResNet20;
-        let words = "choose the network resnet18 (model.arch) and start from trained weights (model.pretrained = \"resnet18\")";
+        let words = "choose the network resnet18 (model.arch) and start from trained weights (model.pretrained = \"resnet18\", after `lockstep weights get resnet18`)";
         assert!(causes(&spec, true, 0)[0].contains(words));
         // An accuracy that equals the share of the largest class.
         for (training, last, expected) in [

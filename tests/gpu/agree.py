@@ -1,5 +1,4 @@
-"""Compares the losses of the same ResNet-50 job on CPU cores, on one GPU and on several, with micro-batches, a smaller last
-batch and synchronised batch norm. The mean loss of every step must equal the CPU engine's, up to the rounding of the
+"""Compares the losses of the same ResNet-50 job on CPU cores, on one GPU and on several, with a smaller last batch and synchronised batch norm. The mean loss of every step must equal the CPU engine's, up to the rounding of the
 precision. Runs every precision with the default settings, and some with `train.deterministic`; on several GPUs, batch norm's
 statistics go through the GPUs' memory and through NCCL.
 
@@ -68,7 +67,7 @@ drop_remainder = false
 [train]
 steps = {options.steps}
 global_batch_size = 192
-accumulate = 2
+accumulate = {2 if deterministic else 1}
 lr = 0.002
 precision = "{precision}"
 deterministic = {str(deterministic).lower()}
@@ -99,8 +98,10 @@ def print_losses(name, values, note=""):
     print(f"{name}:", " ".join(f"{x:.4f}" for x in values), note, flush=True)
 
 
-expected = losses("cpu", "cpu", 1)
-print_losses("CPU", expected)
+# By `deterministic`, which determines the number of micro-batches.
+expected_losses = [losses("cpu", "cpu", 1, deterministic=deterministic) for deterministic in (False, True)]
+for values in expected_losses:
+    print_losses("CPU", values)
 if options.device == "cuda":
     cases = [("fp32", False), ("fp32", True), ("fp16", False), ("bf16", False), ("fp16", True)]
     runs = [(precision, deterministic, 1, None) for precision, deterministic in cases]
@@ -112,6 +113,7 @@ problems = []
 for precision, deterministic, ranks, exchange in runs:
     name = "-".join([options.device, str(ranks), precision, "deterministic" if deterministic else "default", exchange or "no-exchange"])
     actual = losses(name, options.device, ranks, precision, deterministic, exchange)
+    expected = expected_losses[deterministic]
     # Each fifth step has only 60 pictures, and its loss is a mean over ranks with different numbers of pictures, so this loss is not
     # compared. The step's effect on the weights shows in the following steps.
     differences = [(step, abs(x - y) / y) for step, (x, y) in enumerate(zip(actual, expected), 1) if step % 5]

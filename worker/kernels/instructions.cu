@@ -25,7 +25,8 @@ typedef unsigned long long u64;
     for (u64 end = (count), step = (u64)gridDim.x * blockDim.x, i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < end; i += step)
 
 // First statement of every kernel. Under a programmatic dependent launch, waits for the preceding kernels to end.
-// No kernel executes griddepcontrol.launch_dependents, because the dependent kernel may be one of cuDNN's.
+// No kernel executes griddepcontrol.launch_dependents. With it, a step of ResNet-50 took 1.4 % (32 pictures of 224 pixels) and
+// 1.8 % (256 pictures) longer, and 1.5 % less with 32 pictures of 32 pixels (two H200s, n = 2).
 __device__ __forceinline__ void pdl_wait() {
 #if HOPPER
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,5 +1,6 @@
-"""Compares the losses of the same ResNet-50 job on CPU cores, on one GPU and on several, with a smaller last batch and synchronised batch norm. The mean loss of every step must equal the CPU engine's, up to the rounding of the
-precision. Runs every precision with the default settings, and some with `train.deterministic`; on several GPUs, batch norm's
+"""Compares the losses of the same ResNet-50 job on CPU cores, on one GPU and on several, with a smaller last batch and
+synchronised batch norm. The mean loss of every step must equal the CPU engine's, up to the rounding of the precision. Runs every
+precision with the default settings, and some with `train.deterministic` and two micro-batches; on several GPUs, batch norm's
 statistics go through the GPUs' memory and through NCCL.
 
     python3 agree.py --program lockstep --pictures data/fashion-mnist --work /tmp --ranks 2

@@ -56,7 +56,7 @@ async fn a_backup_of_a_running_server_is_restored_to_another() {
     let elsewhere = other.data_dir().join("restored.db");
     let url = format!("sqlite://{}", elsewhere.display());
     let restored = other.cli(&["restore", file, "--database", &url, "--json"]);
-    for words in ["has a machine `local`, it stays offline", "datasets/uploads to the path"] {
+    for words in ["has a machine `local`, it stays offline", "`datasets/uploads` to its old absolute path"] {
         assert!(restored.stderr.contains(words), "{words} in {}", restored.stderr);
     }
     let restored: Value = restored.json();

@@ -247,7 +247,9 @@ class Sender:
         self._seek(self.acknowledged)
         before, self._refusal = self._next_number, None
         self._send_records()
-        has_sent = self._send_changes(run, *CHANGES)
+        # If the server has more records than the folder, it has the newest changes, too: the last ones came from memory.
+        is_older = self._run is None and self._next_number <= self.acknowledged
+        has_sent = not is_older and self._send_changes(run, *CHANGES)
         try:
             has_sent |= self._send_files()
         # Files do not block the run's end. A proxy, for example, closes the connection to refuse a large file.
@@ -255,7 +257,7 @@ class Sender:
             self._refusal = self._refusal or error
         # The end is sent last, so that a program that waits for the end finds the files, and the alerts in the summary.
         # `running` is never sent: `begin` sets it, and `send_end` may have sent a later state meanwhile.
-        if run["state"] != "running":
+        if run["state"] != "running" and not is_older:
             has_sent |= self._send_changes(run, END)
         self.sent_records += self._next_number - before
         if self._refusal:

@@ -131,22 +131,23 @@ async fn open_artifacts(
         }
     }
     let object_store = ObjectStoreState::new(storage, config.artifacts_adopt);
-    let why = unavailable_reason(object_store.check()).await.map_err(failed)?;
+    let why = unavailable_reason(STORE_TIMEOUT, object_store.check()).await.map_err(failed)?;
     Ok(Some((object_store, why)))
 }
 
-/// Waits for a check of the object store. Returns the reason if the store is temporarily unavailable.
+/// Waits for a check of the object store, at most for `limit`. Returns the reason if the store is temporarily unavailable.
 ///
 /// # Errors
 /// The store cannot be used until the user changes something.
 async fn unavailable_reason(
+    limit: Duration,
     check: impl Future<Output = Result<(), Unusable>>,
 ) -> Result<Option<String>, String> {
-    match tokio::time::timeout(STORE_TIMEOUT, check).await {
+    match tokio::time::timeout(limit, check).await {
         Ok(Ok(())) => Ok(None),
         Ok(Err(Unusable { why, is_temporary: true })) => Ok(Some(why)),
         Ok(Err(Unusable { why, .. })) => Err(why),
-        Err(_) => Ok(Some(format!("it did not respond within {} s", STORE_TIMEOUT.as_secs()))),
+        Err(_) => Ok(Some(format!("it did not respond within {} s", limit.as_secs()))),
     }
 }
 
@@ -158,7 +159,9 @@ async fn confirm_artifacts(
     mut unavailable: Option<String>,
 ) -> Result<ObjectStoreState, ServeError> {
     if unavailable.is_none() {
-        unavailable = unavailable_reason(object_store.confirm(store)).await.map_err(|detail| {
+        // No job starts before all checkpoints of an adopted store are known. Each request has its own limit.
+        let limit = if config.artifacts_adopt { Duration::MAX } else { STORE_TIMEOUT };
+        unavailable = unavailable_reason(limit, object_store.confirm(store)).await.map_err(|detail| {
             ServeError::Artifacts { url: config.artifacts.clone().unwrap_or_default(), detail }
         })?;
     }

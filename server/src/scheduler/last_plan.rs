@@ -75,8 +75,7 @@ impl LastPlan {
             && let Some(failure) = &lock(&self.0).store_failure
         {
             job.reason = Some(format!(
-                "the server cannot store what the job reports ({failure}): free space for the server's database. The job continues; its \
-                 values here are from before"
+                "the server cannot store what the job reports: {failure}. The job continues; its values here are from before"
             ));
             job.eta_secs = None;
         }

@@ -39,7 +39,8 @@ pub(super) fn listen_to_signals(
         )
     };
     let config = config.clone();
-    let lease = config.lease.as_ref().map(File::open).transpose()?;
+    let open_lease = |path| File::open(path).map_err(|error| lockstep_host::with_path(path, error));
+    let lease = config.lease.as_ref().map(open_lease).transpose()?;
     let stop_within = Duration::from_secs(config.stop_within_secs.into());
     let listening = async move {
         let mut expired_checks = 0;

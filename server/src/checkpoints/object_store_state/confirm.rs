@@ -116,7 +116,13 @@ impl ObjectStoreState {
                         events.map(|event| lifecycle::report(row, event, None, crate::now())).collect();
                     Ok(added?.concat())
                 };
-                database.change_job(&job, Box::new(add)).await?;
+                match database.change_job(&job, Box::new(add)).await {
+                    Err(error) if !error.is_temporary() => {
+                        tracing::warn!(%error, checkpoint = id, "a checkpoint of the object store cannot be added to its job");
+                        continue;
+                    }
+                    result => result?,
+                };
                 tracing::info!(checkpoint = id, "a checkpoint that only the object store had is added");
             }
             let stored = StoredCheckpoint { id, manifest: Some(sha256(&bytes)), unfinished_upload: None };

@@ -81,7 +81,8 @@ pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
 
 /// Whether a response says that the inspection of a dataset is under way. Only the response that ends the inspection is recorded.
 pub(super) fn is_under_way(route: Option<&str>, status: StatusCode) -> bool {
-    status == StatusCode::ACCEPTED && route.is_some_and(|route| route.starts_with("/api/v1/datasets"))
+    let is_of_datasets = |route: &str| route == "/datasets" || route.starts_with("/api/v1/datasets");
+    status == StatusCode::ACCEPTED && route.is_some_and(is_of_datasets)
 }
 
 /// Whether a request runs to its end even if its client disconnects: a request that may change something, including the return from an

@@ -247,7 +247,7 @@ class Sender:
         self._seek(self.acknowledged)
         before, self._refusal = self._next_number, None
         self._send_records()
-        # If the server has more records than the folder, it has the newest changes, too: the last ones came from memory.
+        # If the server has more records than the folder, the last changes were sent from memory and are newer.
         is_older = self._run is None and self._next_number <= self.acknowledged
         has_sent = not is_older and self._send_changes(run, *CHANGES)
         try:

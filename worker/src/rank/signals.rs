@@ -7,6 +7,7 @@ use crate::{fence, report::Reporter};
 use lockstep_host::exit_without_handlers;
 use std::{
     fs::File,
+    path::PathBuf,
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
@@ -39,7 +40,7 @@ pub(super) fn listen_to_signals(
         )
     };
     let config = config.clone();
-    let open_lease = |path| File::open(path).map_err(|error| lockstep_host::with_path(path, error));
+    let open_lease = |path: &PathBuf| File::open(path).map_err(|error| lockstep_host::with_path(path, error));
     let lease = config.lease.as_ref().map(open_lease).transpose()?;
     let stop_within = Duration::from_secs(config.stop_within_secs.into());
     let listening = async move {

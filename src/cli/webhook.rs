@@ -55,7 +55,9 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
                 let webhook: Value = api.post("/webhooks", &body).await?;
                 if let Some(project) = body["project"].as_str() {
                     let query = [("project", project.to_owned())];
-                    if api.read_pages("/jobs", &query, Some(1)).await?.is_empty() {
+                    // The secret must be printed even if the jobs cannot be listed.
+                    let jobs = api.read_pages("/jobs", &query, Some(1)).await;
+                    if jobs.is_ok_and(|jobs| jobs.is_empty()) {
                         output::warn(format_args!("warning: no job has the project {project:?} yet"));
                     }
                 }

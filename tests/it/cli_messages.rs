@@ -144,9 +144,9 @@ async fn init_writes_a_file_for_train_and_submit() {
     let id = detached.stdout.split_whitespace().next().expect("an id").to_owned();
     server.cli(&["watch", &id]).ok();
     let frames = server.cli(&["watch", &id, "--json"]);
-    let types =
-        frames.ok().lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON")["type"].take());
-    assert_eq!(types.last(), Some("job".into()), "{}", frames.stdout);
+    let parse = |line| serde_json::from_str::<Value>(line).expect("JSON");
+    let frames_read: Vec<Value> = frames.ok().lines().map(parse).collect();
+    assert_eq!(frames_read.last().expect("a line")["type"], "job", "{}", frames.stdout);
 
     // A prediction names its job and checkpoint. The job is the first argument.
     let picture = pictures::boot(Path::new(root));

@@ -37,7 +37,8 @@ enum Command {
     Show(cli::api::JobArgs),
     /// Show a job's progress until it ends
     ///
-    /// With --json, the command prints each event of the job as a line of JSON, and the job as the last line.
+    /// With --json, the command prints each event of the job as a line of JSON, and the job as the last line, with
+    /// `"type": "job"`.
     Watch(cli::api::JobArgs),
     Logs(cli::logs::Args),
     Metrics(cli::metrics::Args),

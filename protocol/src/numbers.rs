@@ -19,6 +19,11 @@ pub fn value(v: f64) -> String {
     }
 }
 
+/// Formats a loss with four decimals; the loss of a run that diverges with a power of ten.
+pub fn loss(v: f64) -> String {
+    if v.abs() < 1e6 || !v.is_finite() { format!("{v:.4}") } else { format!("{v:.2e}") }
+}
+
 /// Converts through decimal text, so that a float32 0.1 becomes the float64 0.1 and not 0.10000000149.
 pub fn exact(value: f32) -> f64 {
     value.to_string().parse().unwrap_or_else(|_| f64::from(value))
@@ -127,6 +132,12 @@ mod tests {
     fn speeds_below_100_have_a_decimal() {
         let words = [5.44, 99.94, 99.95, 99.96, 1010.4, -0.1].map(rate);
         assert_eq!(words, ["5.4", "99.9", "100", "100", "1010", "0.0"]);
+    }
+
+    #[test]
+    fn large_losses_have_a_power_of_ten() {
+        let words = [2.5, 999_999.0, 7.57e33, f64::NAN].map(loss);
+        assert_eq!(words, ["2.5000", "999999.0000", "7.57e33", "NaN"]);
     }
 
     #[test]

@@ -443,7 +443,16 @@ impl Api {
         let text = |key: &str| body.get(key).and_then(Value::as_str).filter(|t| !t.is_empty());
         let mut message = text("detail")
             .or(text("title"))
-            .map_or_else(|| format!("the server answered {status}"), str::to_owned);
+            .map_or_else(
+                || {
+                    format!(
+                        "the server answered {status} without an explanation: {} is perhaps another program, or a proxy \
+                         that does not reach the Lockstep server; check LOCKSTEP_SERVER or --server",
+                        self.base
+                    )
+                },
+                str::to_owned,
+            );
         if let Some(errors) = body.get("errors").and_then(Value::as_array).filter(|errors| !errors.is_empty())
         {
             // Each error is more specific than the detail, which repeats the first error.

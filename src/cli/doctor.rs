@@ -29,7 +29,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: Option<u32>,
     /// Data directory whose disk is checked
-    #[arg(long, value_name = "DIR", default_value = ".")]
+    #[arg(long, value_name = "DIR", env = "LOCKSTEP_DATA_DIR", default_value = ".")]
     data_dir: PathBuf,
     /// Certificate to check (may be repeated), as in `serve --tls-cert`, `serve --agent-ca` or `agent --cert-file`. The certificate of
     /// `--tls-own-ca` is found in the data directory
@@ -51,7 +51,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "PATH", default_value = "lockstep")]
     program: String,
     /// Answer checks of another machine (`--hosts` starts this on each machine)
-    #[arg(long, hide = true, exclusive = true)]
+    #[arg(long, hide = true)]
     peer: bool,
     /// Print JSON
     #[arg(long)]

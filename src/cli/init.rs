@@ -66,8 +66,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         usage_error(format!("{shown} exists already: give another name with --output, or move the file away"))
     };
     let path = dataset::canonical(&args.folder)?;
-    // Checked before the inspection, which takes minutes if there are many pictures.
-    if args.output.symlink_metadata().is_ok() {
+    // Checked before the inspection, which takes minutes if there are many pictures. An empty folder is the graver mistake.
+    let is_empty = fs::read_dir(&path).is_ok_and(|mut entries| entries.next().is_none());
+    if !is_empty && args.output.symlink_metadata().is_ok() {
         return Err(already_exists());
     }
     file::check_output(&args.output)?;

@@ -10,7 +10,7 @@ use super::{
 use lockstep_protocol::{
     Job, JobState,
     metric::quantity,
-    numbers::{percent, rate, uncertainty, value},
+    numbers::{loss, percent, rate, uncertainty, value},
 };
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -157,7 +157,7 @@ fn row(job: &Job) -> [String; 9] {
         if job.external.is_some() { "elsewhere".to_owned() } else { job.ranks.to_string() },
         progress,
         job.images_per_second.map(rate).unwrap_or_default(),
-        job.last.loss.map(|loss| format!("{loss:.4}")).unwrap_or_default(),
+        job.last.loss.map(loss).unwrap_or_default(),
         job.best
             .map(|best| percent(best.value) + &uncertainty(best.value, job.last.val_pictures))
             .unwrap_or_default(),

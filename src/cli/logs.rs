@@ -60,6 +60,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let last_numbers = HashMap::new();
         let mut printer = Printer { args: &args, last_numbers, last_attempt: None, end_reasons };
         print_history(&api, &job, &mut printer).await?;
+        if job.external.is_some() && printer.last_attempt.is_none() {
+            output::warn(format_args!("{} is a run from elsewhere, whose program has sent no log", job.id));
+        }
         if args.follow {
             watch::follow(&api, job, &mut printer).await?;
         }

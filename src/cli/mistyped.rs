@@ -94,6 +94,11 @@ pub(crate) fn explain(mut error: Error, mut program: Command, arguments: &[OsStr
         let command = ContextValue::Strings(vec![command.to_owned()]);
         error.insert(ContextKind::SuggestedSubcommand, command);
     }
+    // clap lists the most similar command last.
+    if let Some(ContextValue::Strings(similar)) = error.get(ContextKind::SuggestedSubcommand) {
+        let nearest_first = similar.iter().rev().cloned().collect();
+        error.insert(ContextKind::SuggestedSubcommand, ContextValue::Strings(nearest_first));
+    }
     if error.kind() == ErrorKind::UnknownArgument {
         // clap proposes `-- --option`, but no argument begins with a dash.
         error.remove(ContextKind::Suggested);

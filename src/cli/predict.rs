@@ -63,12 +63,18 @@ pub(crate) struct Args {
 /// Replaces a folder by the picture files in it, sorted by name.
 ///
 /// # Errors
-/// Exit status 2: the folder cannot be read, or has no pictures.
+/// Exit status 2: the folder cannot be read, or has no pictures, or `path` is `-` or a URL.
 fn expand_folder(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let failed = |detail: String| usage_error(format!("{}: {detail}", path.display()));
+    if path == Path::new("-") {
+        return Err(failed("name the standard input /dev/stdin".into()));
+    }
+    if ["http:", "https:"].iter().any(|scheme| path.starts_with(scheme)) {
+        return Err(failed("pictures must be files: download the picture first".into()));
+    }
     if !path.is_dir() {
         return Ok(vec![path.to_owned()]);
     }
-    let failed = |detail: String| usage_error(format!("{}: {detail}", path.display()));
     let entries: io::Result<Vec<_>> =
         fs::read_dir(path).and_then(|all| all.map(|entry| entry.map(|entry| entry.path())).collect());
     let mut pictures = entries.map_err(|e| failed(e.to_string()))?;

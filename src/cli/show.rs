@@ -11,7 +11,7 @@ use lockstep_protocol::{
     job::Batch,
     labels::DEFAULT_PROJECT,
     network::{NetworkDescription, PlanDescription},
-    numbers::{rate, value},
+    numbers::{loss, rate, value},
     reason::Reason,
 };
 use serde::{Deserialize, Serialize};
@@ -91,7 +91,11 @@ struct JobWithAttempts {
 fn describe_attempt(attempt: &AttemptRow, job_ranks: u32, reason_of_job: Option<&str>) -> (String, String) {
     let mut text = attempt.state.clone();
     if let Some(reason) = attempt.reason.as_ref().filter(|reason| reason_of_job != Some(reason.words())) {
-        text += &format!(": {}", reason.words());
+        // Some reasons begin with the state, such as "paused on request".
+        text = match reason.words() {
+            words if words.starts_with(&text) => words.to_owned(),
+            words => format!("{text}: {words}"),
+        };
     } else if let Some(step) = attempt.step {
         text += &format!(" at step {step}");
     }
@@ -133,7 +137,7 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo], last_ranks: Option<u3
     let fewer = Some(ranks).filter(|ranks| (1..job.ranks).contains(ranks));
     let spec = fewer.map_or_else(|| job.spec.clone(), |ranks| job.spec.clone().on_ranks(ranks));
     let ranks = match fewer {
-        _ if job.external.is_some() => "none (run from elsewhere)".into(),
+        _ if job.external.is_some() => format!("{} (run from elsewhere)", job.ranks),
         Some(fewer) => format!("{fewer} of {}", job.ranks),
         None => job.ranks.to_string(),
     };
@@ -174,9 +178,10 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo], last_ranks: Option<u3
             (job.total_steps > 0)
                 .then(|| format!("{} of {}, epoch {}", job.step, job.total_steps, job.epoch)),
         ),
-        ("images a second", job.images_per_second.map(rate)),
+        // A job that waits has no speed.
+        ("images a second", job.images_per_second.filter(|_| !job.state.is_waiting()).map(rate)),
         ("seconds left", job.eta_secs.map(|v| format!("{v:.0}"))),
-        ("loss", job.last.loss.map(|v| format!("{v:.4} (newest step)"))),
+        ("loss", job.last.loss.map(|v| format!("{} (newest step)", loss(v)))),
         ("validation accuracy", job.last.accuracy_in_words()),
         ("best", job.best.map(|best| format!("{} at {}", percent(best.value), best.epoch_or_step()))),
         (
@@ -191,12 +196,8 @@ fn describe_job(job: &Job, checkpoints: &[CheckpointInfo], last_ranks: Option<u3
         (
             "ran",
             job.ran_secs.map(|secs| {
-                let without = if job.state.is_active() {
-                    "pauses, waiting and the running attempt"
-                } else {
-                    "pauses and waiting"
-                };
-                format!("{secs:.0} s, without {without}")
+                let attempts = if job.state.is_active() { " in earlier attempts" } else { "" };
+                format!("{secs:.0} s{attempts}, without pauses and waiting")
             }),
         ),
     ];
@@ -241,6 +242,7 @@ mod tests {
             {"attempt": "two"},
             {"attempt": 2, "state": "running", "reason": null, "checkpoint": null, "ranks": 4},
             {"attempt": 3, "state": "failed", "reason": {"code": "eclipse", "words": "too dark"}, "checkpoint": "j-1-40"},
+            {"attempt": 4, "state": "paused", "reason": {"code": "eclipse", "words": "paused in the dark"}},
         ]});
         let attempts: Vec<AttemptRow> = parse_list(&response, "attempts").unwrap();
         let lines: Vec<_> = attempts.iter().map(|attempt| describe_attempt(attempt, 8, None)).collect();
@@ -249,6 +251,7 @@ mod tests {
             line(1, "hibernating at step 41; it had 4 of 8 ranks"),
             line(2, "running; it has 4 of 8 ranks"),
             line(3, "failed: too dark; it began from checkpoint j-1-40"),
+            line(4, "paused in the dark"),
         ];
         assert_eq!(lines, expected);
         let repeated = describe_attempt(&attempts[2], 8, Some("too dark"));

@@ -8,6 +8,7 @@ mod show;
 mod started_ranks;
 
 use super::{Stopped, init_tracing, job_file, launch::quote, output, usage_error};
+use anyhow::Context as _;
 use launcher::{LaunchedRank, MachineRanks};
 use local::Outcome;
 use lockstep_comm::rendezvous::free_port;
@@ -135,7 +136,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         ..StartAttempt::local(spec, dataset.to_string_lossy(), world_size)
     };
     if has_rank_0 {
-        fs::write(out.join("spec.json"), serde_json::to_vec_pretty(&start.spec)?)?;
+        let path = out.join("spec.json");
+        fs::write(&path, serde_json::to_vec_pretty(&start.spec)?)
+            .with_context(|| path.display().to_string())?;
     }
     let outcome = match started_ranks {
         StartedRanks::Rank(launched) => run_rank_here(start, &launched, &out)?,

@@ -2,7 +2,7 @@
 
 use super::{age::format_duration, job_loss::JobLoss, output};
 use indicatif::{ProgressBar, ProgressDrawTarget};
-use lockstep_protocol::numbers::rate;
+use lockstep_protocol::numbers::{loss, rate};
 use std::{fmt::Display, io::IsTerminal};
 
 #[derive(Default)]
@@ -60,7 +60,7 @@ impl TrainingBar {
 
     /// Formats the loss, the speed and the time left, if they are known.
     pub(crate) fn describe(&self) -> String {
-        let loss = self.loss.newest.map(|loss| format!("loss {loss:.4}"));
+        let loss = self.loss.newest.map(|newest| format!("loss {}", loss(newest.into())));
         let speed = self.images_per_second.map(|v| format!("{} images/s", rate(v)));
         let time_left = self.eta_secs.map(|secs| format!("{} left", format_duration(secs.round() as i64)));
         [loss, speed, time_left].into_iter().flatten().collect::<Vec<_>>().join(", ")

@@ -55,7 +55,7 @@ pub(crate) async fn show_to_end(api: &Api, job: Job, as_json: bool) -> anyhow::R
 }
 
 /// Shows a job's progress until the job is over, then its outcome. With `as_json`, prints every new frame of the job's stream as a line
-/// instead, and at the end the job. Returns the job that succeeded.
+/// instead, and at the end the job, whose line has the type `job`. Returns the job that succeeded.
 ///
 /// # Errors
 /// The job did not succeed, or the connection to the server was lost.
@@ -65,7 +65,13 @@ pub(crate) async fn follow_to_end(api: &Api, job: Job, as_json: bool) -> anyhow:
     let job = follow(api, job, &mut progress).await?;
     progress.finish();
     if as_json {
-        output::line(serde_json::to_string(&job)?)?;
+        #[derive(serde::Serialize)]
+        struct LastLine<'a> {
+            r#type: &'static str,
+            #[serde(flatten)]
+            job: &'a Job,
+        }
+        output::line(serde_json::to_string(&LastLine { r#type: "job", job: &job })?)?;
     } else {
         // If the server no longer responds, the summary does not name a checkpoint.
         let checkpoints = api.list::<CheckpointInfo>(&format!("/jobs/{}/checkpoints", job.id)).await;

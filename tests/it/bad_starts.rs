@@ -43,6 +43,7 @@ fn a_server_that_cannot_start_says_why_and_leaves_no_files() {
 
     // Root ignores permissions, so the test puts a file where the folder would be.
     let file = folder.write("file", "");
+    serve(&format!("127.0.0.1:{}", free_port()), &file).assert_usage_error(&["it is a file; give a folder"]);
     for data in [&file, &file.join("data")] {
         serve(&format!("127.0.0.1:{}", free_port()), data).assert_usage_error(&["file", "--data-dir"]);
     }

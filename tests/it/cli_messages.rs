@@ -144,7 +144,9 @@ async fn init_writes_a_file_for_train_and_submit() {
     let id = detached.stdout.split_whitespace().next().expect("an id").to_owned();
     server.cli(&["watch", &id]).ok();
     let frames = server.cli(&["watch", &id, "--json"]);
-    assert!(frames.ok().lines().all(|line| serde_json::from_str::<Value>(line).is_ok()), "{}", frames.stdout);
+    let parse = |line| serde_json::from_str::<Value>(line).expect("JSON");
+    let frames_read: Vec<Value> = frames.ok().lines().map(parse).collect();
+    assert_eq!(frames_read.last().expect("a line")["type"], "job", "{}", frames.stdout);
 
     // A prediction names its job and checkpoint. The job is the first argument.
     let picture = pictures::boot(Path::new(root));
@@ -173,6 +175,9 @@ async fn init_writes_a_file_for_train_and_submit() {
         (&["predict", picture, "runs"], &["no job is given", &right_line]),
         (&["predict", &id, "empty"], &["empty: has no pictures; give the folder"]),
         (&["predict", &id, "runs"], &["has no pictures directly in it", "`runs/*/*`"]),
+        (&["predict", &id, "-"], &["-: name the standard input /dev/stdin"]),
+        (&["predict", &id, "https://x.org/a.png"], &["pictures must be files: download the picture"]),
+        (&["init", "empty"], &["the folder is empty"]),
         (&["predict", &id], &["no picture is given", "lockstep predict JOB shoe.png"]),
         (&["predict"], &["<JOB>"]),
         (&["predict", &id, picture, "--top", "0"], &["--top", "give a whole number of at least 1"]),
@@ -382,6 +387,7 @@ fn commands_of_other_tools_suggest_the_right_command() {
         run(args).assert_usage_error(&[words]);
     }
     run(&["lst"]).assert_usage_error(&["'list'"]);
+    run(&["wacht"]).assert_usage_error(&["'watch', 'launch'"]);
     run(&["watch"]).assert_usage_error(&["<JOB>", "Usage: lockstep watch [OPTIONS] <JOB>"]);
     run(&["dataset", "inspect"]).assert_usage_error(&["Usage: lockstep dataset inspect [OPTIONS] "]);
 }

@@ -58,7 +58,7 @@ async fn exported_jobs_are_imported_with_every_value() {
     assert_eq!(expected.len(), 4001);
     server
         .cli(&["show", &id])
-        .assert_prints(&["ranks               none (run from elsewhere)", "train/loss          5.00e-4"]);
+        .assert_prints(&["ranks               1 (run from elsewhere)", "train/loss          5.00e-4"]);
     assert!(server.cli(&["list"]).ok().contains("elsewhere"));
     assert!(server.cli(&["metrics", &id, "train/loss"]).ok().contains("5.00e-4"));
     server.cli(&["metrics", &id, "nope"]).assert_usage_error(&["has no metric \"nope\"", "train/loss"]);

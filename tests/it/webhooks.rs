@@ -26,6 +26,8 @@ async fn webhooks_are_added_tested_and_removed_by_command() {
     server
         .cli(&["webhook", "remove", words[0]])
         .assert_usage_error(&["no webhook has this id; `lockstep webhook list` shows"]);
+    let added = server.cli(&["webhook", "add", url, "--project", "shose"]);
+    assert!(added.stderr.contains("no job has the project \"shose\" yet"), "{}", added.stderr);
     server.cli(&["webhook", "remove", "../people"]).assert_usage_error(&["no webhook has this id"]);
     server.stop().await;
 }

@@ -12,7 +12,7 @@ use lockstep_protocol::{
     spec::{Kind, Recipe, SpecError},
     suggestion::Suggestion,
 };
-use presets::{PRESETS, preset_form};
+use presets::{PRESETS, Preset, preset_form};
 use std::{collections::BTreeMap, slice};
 
 mod fields;
@@ -121,9 +121,16 @@ impl SubmitPage {
     }
 
     /// Returns key, title and description of each preset, and the values with which the script fills fields.
-    fn presets(&self) -> Vec<(&'static str, &'static str, &'static str, BTreeMap<String, String>)> {
+    fn presets(&self) -> Vec<(&'static str, &'static str, String, BTreeMap<String, String>)> {
         let values = |p| preset_form(p, self.slots, &self.datasets).values;
-        PRESETS.iter().map(|p| (p.key, p.title, p.about, values(p))).collect()
+        let about = |p: &Preset| {
+            let lacks_cifar10 =
+                p.values.contains(&("data.dataset", "cifar10")) && p.dataset(&self.datasets).is_none();
+            let first =
+                if lacks_cifar10 { "; first run lockstep dataset get cifar10 in a terminal" } else { "" };
+            format!("{}{first}", p.about)
+        };
+        PRESETS.iter().map(|p| (p.key, p.title, about(p), values(p))).collect()
     }
 
     /// Returns the values with which the script fills fields when a recipe is chosen.

@@ -2,8 +2,16 @@
 
 use std::{
     net::{IpAddr, SocketAddr},
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
+
+/// Says why a data directory cannot be used, and what to do.
+fn describe_unusable(path: &Path, source: &std::io::Error) -> String {
+    if path.is_file() {
+        return "it is a file; give a folder with --data-dir".into();
+    }
+    format!("{source}; make it writable or choose another with --data-dir")
+}
 
 /// Why the server did not start, or stopped. Each message says what to change.
 #[derive(Debug, thiserror::Error)]
@@ -37,7 +45,7 @@ pub enum ServeError {
     /// Listening at the address fails for another reason.
     #[error("cannot listen on {address}: {source}; choose another address with --listen")]
     Listen { address: SocketAddr, source: std::io::Error },
-    #[error("the data directory {} cannot be used: {source}; make it writable or choose another with --data-dir", path.display())]
+    #[error("the data directory {} cannot be used: {}", path.display(), describe_unusable(path, source))]
     DataDir { path: PathBuf, source: std::io::Error },
     #[error(
         "the data directory {} is in use by another lockstep server{}; stop that server or choose another directory with --data-dir",

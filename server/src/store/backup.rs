@@ -32,7 +32,10 @@ pub async fn backup(location: &Location, path: &Path) -> Result<Summary, BackupE
     partial.push(".part");
     let partial = PathBuf::from(partial);
     let mut writer = Writer::create(&partial).map_err(failed)?;
-    let written = dump(location, &mut writer).await;
+    let written = dump(location, &mut writer).await.map_err(|error| match error {
+        BackupError::Io(source) => failed(source),
+        error => error,
+    });
     let done = written.and_then(|()| {
         let summary = writer.finish().map_err(failed)?;
         fs::rename(&partial, path).map_err(failed)?;

@@ -334,7 +334,7 @@ async fn too_large_jobs_name_drained_machines_that_would_suffice() {
         .await;
     };
     assert_eq!(server.post("/agents/id-b/drain", &json!({})).await.0, 204);
-    wait_for_reason("the largest online machine, \"a\", has 2; drained: b (`lockstep machine undrain` or the page Machines gives them work again)").await;
+    wait_for_reason("the only online machine for it, \"a\", has 2; drained: b (`lockstep machine undrain` or the page Machines gives them work again)").await;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
     wait_for_reason("no online agent takes this job; drained: a, b (`lockstep machine undrain` or the page Machines gives them work again)").await;
     assert_eq!(server.post("/agents/id-b/undrain", &json!({})).await.0, 204);
@@ -365,7 +365,7 @@ async fn machines_that_join_or_leave_cause_no_events_of_waiting_jobs() {
     };
     wait_for_total(2).await;
     // Each job gets an event with the reason that no machine is large enough. Waits until all are stored.
-    let changed = "SELECT count(*) FROM jobs WHERE reason LIKE '%the largest online machine%'";
+    let changed = "SELECT count(*) FROM jobs WHERE reason LIKE '%the only online machine%'";
     wait_until("all reasons are stored", async || server.query_number(changed).await == 20).await;
     let events = format!("SELECT CAST(sum(last_seq) AS BIGINT) FROM jobs WHERE id <> '{running}'");
     let before = server.query_number(&events).await;

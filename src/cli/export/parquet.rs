@@ -10,6 +10,7 @@ use anyhow::Context;
 use parquet::{
     basic::{Compression, ZstdLevel},
     data_type::{ByteArray, ByteArrayType, DataType, FloatType, Int32Type, Int64Type},
+    errors::ParquetError,
     file::{
         properties::WriterProperties,
         writer::{SerializedFileWriter, SerializedRowGroupWriter},
@@ -53,8 +54,14 @@ pub(super) struct Args {
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     file::check_output(&args.output)?;
     let api = args.server.api()?;
-    let points = file::replace(&args.output, |partial| block_on(write(&api, &args.jobs, partial)))?;
     let file = args.output.display().to_string();
+    let points = file::replace(&args.output, |partial| block_on(write(&api, &args.jobs, partial)));
+    let points = points.map_err(|error| match error.downcast() {
+        // The error that is in it, such as "No space left on device".
+        Ok(ParquetError::External(source)) => anyhow::anyhow!("{file}: {source}"),
+        Ok(error) => anyhow::anyhow!("{file}: {error}"),
+        Err(error) => error,
+    })?;
     let value = json!({"file": file, "points": points});
     output::print(args.server.json, &value, format_args!("{file}: {points} points"))
 }

@@ -4,6 +4,7 @@ use super::{
     super::{block_on, output, serve::StopSignals},
     show::TrainingDisplay,
 };
+use anyhow::Context as _;
 use lockstep_host::own_program;
 use lockstep_protocol::agent::AttemptEvent;
 use lockstep_worker::{
@@ -12,7 +13,7 @@ use lockstep_worker::{
     report::{Tail, TailError, events_path},
     supervisor::{EndDelays, Exit, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Stop, supervise},
 };
-use std::{fs, time::Duration};
+use std::{fs, path::Path, time::Duration};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -44,13 +45,17 @@ pub(super) enum Outcome {
     Failed { reason: String, is_retriable: bool },
 }
 
+fn make_folder(path: &Path) -> anyhow::Result<()> {
+    fs::create_dir_all(path).with_context(|| path.display().to_string())
+}
+
 /// Starts a process for each rank and shows progress until all have ended.
 ///
 /// # Errors
 /// A process cannot be started, or a rank's records cannot be read.
 pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Outcome> {
     let first = &configs[0];
-    fs::create_dir_all(first.attempt_dir())?;
+    make_folder(&first.attempt_dir())?;
     let checkpoints = checkpoint::infos(&first.checkpoints_dir())?;
     block_on(async {
         let ranks: Vec<_> = configs.iter().map(|config| config.rank).collect();
@@ -193,7 +198,7 @@ fn determine_outcome(ranks: &Ranks, display: &TrainingDisplay, is_interrupted: b
 /// # Errors
 /// No thread can be started, or the rank's records cannot be read.
 pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Outcome> {
-    fs::create_dir_all(config.attempt_dir())?;
+    make_folder(&config.attempt_dir())?;
     let mut tail = Tail::open(&events_path(&config.attempt_dir(), config.rank), 0);
     let checkpoints = checkpoint::infos(&config.checkpoints_dir())?;
     let mut display = TrainingDisplay::new(&config.start.spec, &[config.rank], checkpoints);

@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-const LATEST_ADVICE: &str = "--resume latest continues from the newest checkpoint of the run";
+const LATEST_ADVICE: &str = "--resume latest with the run's own --out continues from its newest checkpoint";
 
 /// Returns the folder of the checkpoint that `--resume PATH` names.
 ///

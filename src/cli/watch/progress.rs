@@ -102,10 +102,10 @@ impl Progress {
             }
             EventBody::Evaluation { evaluation, .. } => {
                 self.bar.print_line(format!(
-                    "epoch {}: validation accuracy {}, loss {:.4}",
+                    "epoch {}: validation accuracy {}, loss {}",
                     evaluation.epoch,
                     lockstep_protocol::numbers::accuracy_of(evaluation.accuracy, Some(evaluation.samples)),
-                    evaluation.loss
+                    lockstep_protocol::numbers::loss(evaluation.loss)
                 ))?;
             }
             EventBody::Alert { alert: Alert { title, text, level }, .. } => {

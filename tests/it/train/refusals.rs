@@ -185,7 +185,10 @@ async fn a_folder_with_later_checkpoints_refuses_an_earlier_resume() {
     resume("other", 4).assert_fails(2, &["has another checkpoint 1-4"]);
     resume("out", 3).assert_fails(2, &["does not exist; its folder has the checkpoints 1-2, 1-4"]);
     fs::write(bench.out("out").join("checkpoints/1-4/model.safetensors"), "").expect("damage");
-    resume("out", 4).assert_fails(2, &["is damaged", "has the checkpoints 1-2; --resume latest"]);
+    resume("out", 4).assert_fails(
+        2,
+        &["is damaged", "has the checkpoints 1-2; --resume latest with the run's own --out"],
+    );
     // A refused run leaves no folder behind.
     let output = bench.train("new", &["--resume", "/no/where"]).output().expect("it runs");
     assert_eq!((output.status.code(), bench.out("new").exists()), (Some(2), false));

@@ -117,7 +117,11 @@ pub(super) fn open_dataset(
         ));
     }
     if data.shape.validation_samples == 0 {
-        return Err("this job has no validation pictures: data.validation = \"none\"".into());
+        return Err(format!(
+            "the job was trained without validation pictures of {} (data.validation = \"none\"): evaluate another dataset, as in \
+             `lockstep evaluate JOB --dataset PATH`",
+            spec.data.dataset
+        ));
     }
     Ok((data, listed))
 }

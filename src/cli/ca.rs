@@ -163,7 +163,7 @@ fn list(records: &[Record], as_json: bool) -> anyhow::Result<()> {
     output::table(["NAME", "FOR", "STATE", "UNTIL", "SERIAL"], records.iter().map(row))
 }
 
-/// Prints the certificate, and an explanation to standard error, because standard output contains only the certificate.
+/// Prints the certificate to standard output, so that it can be redirected to a file, and an explanation to standard error.
 fn show(authority: &Authority) -> anyhow::Result<()> {
     output::warn(format_args!(
         "SHA-256 {}\nvalid until {}\nsave the certificate below on each client, and name the file with --ca-file or LOCKSTEP_CA_FILE; \

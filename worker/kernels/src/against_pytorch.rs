@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 /// Maximum difference, relative to the largest value.
 const TOLERANCE: f32 = 1e-5;
 
-/// Calls `check(fixtures, name, numbers in the name)` for every case of `op`. A name is `op.number.number...`.
+/// Calls `check(fixtures, name, numbers)` for every case of `op`. A name is `op.number.number...`; `numbers` are their absolute values.
 fn cases(op: &str, check: impl FnMut(&Fixtures<'_>, &str, &[usize])) {
     cases_in("operations.safetensors", op, check);
 }
@@ -124,6 +124,7 @@ fn compare_convolution(fixtures: &Fixtures<'_>, name: &str, numbers: [usize; 7])
 fn batch_norms_match_pytorch() {
     cases("norm", |fixtures, name, numbers| {
         let &[batch, side, channels, relu, shortcut, offset] = numbers else { panic!("{name}") };
+        // The name has the offset's sign.
         let offset = if name.ends_with(&format!("-{offset}")) { -(offset as f32) } else { offset as f32 };
         let (rows, relu, shortcut) = (batch * side * side, relu == 1, shortcut == 1);
         let make = |key: &str, len| values(&format!("{name}.{key}"), len);
@@ -143,7 +144,7 @@ fn batch_norms_match_pytorch() {
         fixtures.compare(&format!("{name}.var"), &running.1);
 
         let dy = make("dy", x.len());
-        // A gradient in one part or in two parts, stored for the shortcut or not, gives the same numbers.
+        // The results are the same if `dy` is given as one tensor or as two summands. The sum is stored if there are two summands or a shortcut.
         for parts in [1, 2] {
             let mut g = dy.clone();
             let second = (parts == 2).then(|| vec![0.25; x.len()]);
@@ -285,7 +286,8 @@ fn losses_with_class_weights_match_pytorch() {
         let into = Some((&mut gradient[..], 1.0 / divisor));
         let found = loss::cross_entropy(&logits, &own, mixed, CLASSES, case.smoothing, Some(&weights), into);
         let is_near = |ours: f32, theirs: f32| (ours - theirs).abs() <= TOLERANCE * theirs.abs().max(0.1);
-        assert!(is_near((found.sum / divisor) as f32, case.loss), "{name}: {}, not {}", found.sum, case.loss);
+        let loss = (found.sum / divisor) as f32;
+        assert!(is_near(loss, case.loss), "{name}: {loss}, not {}", case.loss);
         for (ours, theirs) in gradient.iter().zip(&case.dx) {
             assert!(is_near(*ours, *theirs), "{name}: {gradient:?}, not {:?}", case.dx);
         }

@@ -1,6 +1,7 @@
 // Fuses two backward passes: of the 1x1 convolution that follows a residual block (the gradient of its input), and of the batch norm at
 // the end of that residual block. Tensor cores compute the first gradient tile by tile, and the thread block that computed a tile uses it
-// at once for the second, so the first gradient is never stored. This saves one write and one read of the largest tensors of a bottleneck network.
+// at once for the second, so the first gradient is never stored. This saves one write and one read of the largest tensors of a bottleneck
+// network.
 
 #if DTYPE != FLOAT32 && defined(HAS_WGMMA)
 

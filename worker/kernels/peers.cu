@@ -32,7 +32,8 @@ __device__ __forceinline__ u32 next_exchange(const Reduction& reduction, bool ac
     return reduction.mode == EXCHANGE && active ? reduction.sequence[index] + 1 : 0;
 }
 
-// Sum of all ranks' values, in rank order. Every block that calls this function receives. Only the leader block sends, and writes `sequence`.
+// Sum of all ranks' values, in rank order. Every block that calls this function receives. Only the leader block sends, and
+// writes `sequence`.
 __device__ __forceinline__ double exchange_sum(double value, const Reduction& reduction, u32 channels, u32 index, u32 exchange,
                                              bool leader) {
     const Peers& peers = *reduction.peers;

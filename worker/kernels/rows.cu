@@ -37,7 +37,8 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// `to[p][first + r] += part[p][r]`. `part` is [pictures, rows], `to` is [pictures, to_rows]. Blocks loop over the lines of the part in a grid stride.
+// `to[p][first + r] += part[p][r]`. `part` is [pictures, rows], `to` is [pictures, to_rows]. Blocks loop over the lines of the part in a
+// grid stride.
 extern "C" __global__ void __launch_bounds__(256)
     add_rows(const T* part, T* to, u32 pictures, u32 quads, u32 rows, u32 to_rows, u32 first) {
     pdl_wait();

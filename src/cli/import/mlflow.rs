@@ -37,8 +37,8 @@ pub(super) fn parts(root: &Path) -> anyhow::Result<Parts> {
     }
     if runs.is_empty() {
         return Err(usage_error(format!(
-            "{} has no runs of MLflow: no folder EXPERIMENT/RUN in it has a {META_FILE}. For a database, start `mlflow server` with the \
-             database and give the server's address",
+            "{} has no runs of MLflow: no folder EXPERIMENT/RUN in it has a {META_FILE}. If MLflow keeps the runs in a database, start \
+             `mlflow server` with the database and give the server's URL",
             root.display()
         )));
     }

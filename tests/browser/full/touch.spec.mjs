@@ -181,7 +181,7 @@ describe("a panel's size", () => {
     assert.equal(await sizes(), "a 1x1,b 1x1,c 1x1", "nothing is stored yet");
     await page.mouse.up();
     await until("the size is stored", async () => (await sizes()) === "a 2x2,b 1x1,c 1x1");
-    await until("the note names the size", async () => (await page.locator("#custom-note").textContent()) === "a is two thirds of the page wide, medium.");
+    await until("the note names the size", async () => (await page.locator("#custom-note").textContent()) === "Panel a: two thirds of the page wide, medium height.");
     // A panel at the right edge grows when its handle is dragged beyond the edge.
     from = await scrollToCenter(grip(page, "b"));
     await page.mouse.move(from.x + 8, from.y + 8);
@@ -206,7 +206,7 @@ describe("a panel's size", () => {
     await grip(page, "b").focus();
     for (const key of ["ArrowRight", "ArrowRight", "ArrowRight", "ArrowDown"]) await page.keyboard.press(key);
     await until("the size is stored", async () => (await sizes()) === "a 1x1,b 3x2,c 1x1");
-    assert.equal(await page.evaluate(() => document.activeElement.getAttribute("aria-label")), "Size of b: all of the page wide, medium. Arrow keys change it.");
+    assert.equal(await page.evaluate(() => document.activeElement.getAttribute("aria-label")), "Size of b: all of the page wide, medium height. Arrow keys change it.");
     for (const key of ["ArrowUp", "ArrowUp", "ArrowLeft"]) await page.keyboard.press(key);
     await until("the smaller size is stored", async () => (await sizes()) === "a 1x1,b 2x1,c 1x1");
     await page.end();

@@ -194,7 +194,8 @@ impl Plan<'_> {
             * self.units(self.group);
         let count = self.pieces[0].len();
         let fits = |pieces: usize| {
-            let row_ends = self.pieces[0][..pieces].iter().map(|piece| piece.src.end.max(piece.rows.end));
+            let row_ends =
+                self.pieces[0][..pieces].iter().map(|piece| piece.input_rows.end.max(piece.output_rows.end));
             row_ends.max().unwrap_or(0) * row_units <= PACKED
         };
         let mut pieces_per_chunk = count;
@@ -221,7 +222,10 @@ impl Plan<'_> {
     fn rows(&self, chunk: &Chunk) -> (Range<usize>, Range<usize>) {
         let pieces = self.pieces_of(chunk);
         let (first, last) = (&pieces[0], &pieces[pieces.len() - 1]);
-        (first.src.start..last.src.end.max(first.src.end), first.rows.start..last.rows.end)
+        (
+            first.input_rows.start..last.input_rows.end.max(first.input_rows.end),
+            first.output_rows.start..last.output_rows.end,
+        )
     }
 
     /// Adds a chunk's part of the gradient of one block of a group's input channels and one panel. Unless `add`, the
@@ -256,8 +260,8 @@ impl Plan<'_> {
                     let (tile_channels, tile) = self.tiles.outer(in_channels - channel, panel.len());
                     let first =
                         panel.start * LANES * taps * in_c + (tap * in_c + in_block * LANES + channel) * lanes;
-                    let x = (x_block * src.len() + piece.src.start.saturating_sub(src.start)) * x_row;
-                    let dy = (panel.start * rows.len() + piece.rows.start - rows.start) * dy_row;
+                    let x = (x_block * src.len() + piece.input_rows.start.saturating_sub(src.start)) * x_row;
+                    let dy = (panel.start * rows.len() + piece.output_rows.start - rows.start) * dy_row;
                     // SAFETY: the runs are inside the piece's rows, which are packed; the weights are
                     // inside `dw`.
                     unsafe {

@@ -1,10 +1,10 @@
 //! Attempts to sign in that failed, counted by address and by name.
 //!
 //! A correct token or code is accepted even above the limit, so failures of others behind the same address lock nobody out. Above the
-//! limit, a failure is answered 429 instead of 401 and is not logged.
+//! limit, a failure is answered 429 instead of 401, which slows down guessing and limits its log lines.
 //!
 //! A password is expensive to check and may be guessed from many addresses. An attempt with a password is therefore counted before the
-//! check. Above the limit, it is refused unchecked. The same is true of sign-ins with OpenID Connect. An address from which the person has signed in before (since the server's
+//! check. Above the limit, it is refused unchecked, and so is a sign-in with OpenID Connect. An address from which the person has signed in before (since the server's
 //! start) has its own counter, so guessing elsewhere does not lock the person out.
 
 use crate::{
@@ -30,7 +30,7 @@ const MAX_ADDRESSES: usize = 10_000;
 const MAX_NAMES: usize = 10_000;
 
 #[derive(Debug, Default)]
-pub(crate) struct Attempts(Mutex<Counters>);
+pub(crate) struct SignInAttempts(Mutex<Counters>);
 
 type Counts<K> = HashMap<K, Counter>;
 
@@ -100,7 +100,7 @@ impl Counters {
     }
 }
 
-impl Attempts {
+impl SignInAttempts {
     fn counters(&self) -> std::sync::MutexGuard<'_, Counters> {
         lock(&self.0)
     }
@@ -117,7 +117,7 @@ impl Attempts {
         if count <= MAX_FAILURES { Ok(()) } else { Err(WINDOW.saturating_sub(since.elapsed())) }
     }
 
-    /// Counts a sign-in with OpenID Connect before it is made. After a success, the caller calls [`Attempts::uncount_attempt`].
+    /// Counts a sign-in with OpenID Connect before it is made. After a success, the caller calls [`SignInAttempts::uncount_attempt`].
     ///
     /// # Errors
     /// Too many attempts have failed. The error is the time to wait.
@@ -126,7 +126,7 @@ impl Attempts {
         self.count_failure(from)
     }
 
-    /// Takes back [`Attempts::count_attempt`], because the sign-in did not fail.
+    /// Takes back [`SignInAttempts::count_attempt`], because the sign-in did not fail.
     pub(crate) fn uncount_attempt(&self, from: IpAddr) {
         uncount(&mut self.counters().addresses, &client_key(from));
     }
@@ -163,7 +163,7 @@ impl Attempts {
         Ok(false)
     }
 
-    /// Takes back [`Attempts::count_password_attempt`], because the password was correct, and remembers the address as familiar.
+    /// Takes back [`SignInAttempts::count_password_attempt`], because the password was correct, and remembers the address as familiar.
     pub(super) fn note_success(&self, name: &str, from: IpAddr) {
         self.uncount_password_attempt(name, from);
         let mut counters = self.counters();
@@ -174,7 +174,7 @@ impl Attempts {
         }
     }
 
-    /// Takes back [`Attempts::count_password_attempt`], because the password was correct or was not checked.
+    /// Takes back [`SignInAttempts::count_password_attempt`], because the password was correct or was not checked.
     pub(super) fn uncount_password_attempt(&self, name: &str, from: IpAddr) {
         let mut counters = self.counters();
         let from = client_key(from);
@@ -194,7 +194,7 @@ mod tests {
 
     #[test]
     fn each_address_may_fail_ten_times_a_minute() {
-        let attempts = Attempts::default();
+        let attempts = SignInAttempts::default();
         let (here, there): (IpAddr, IpAddr) = ([127, 0, 0, 1].into(), [10, 0, 0, 1].into());
         for _ in 0..MAX_FAILURES {
             assert_eq!(attempts.count_failure(here), Ok(()));
@@ -211,7 +211,7 @@ mod tests {
 
     #[test]
     fn the_number_of_remembered_addresses_is_limited() {
-        let attempts = Attempts::default();
+        let attempts = SignInAttempts::default();
         for n in 0..MAX_ADDRESSES as u32 {
             assert_eq!(attempts.count_failure(IpAddr::from(n.to_be_bytes())), Ok(()));
         }
@@ -221,7 +221,7 @@ mod tests {
 
     #[test]
     fn guesses_of_a_name_from_many_addresses_are_limited() {
-        let attempts = Attempts::default();
+        let attempts = SignInAttempts::default();
         let address = |n: u32| IpAddr::from((0x0a00_0000 + n).to_be_bytes());
         for n in 0..MAX_FAILURES_OF_A_NAME {
             assert_eq!(attempts.count_password_attempt("ada", address(n)), Ok(false), "{n}");
@@ -243,7 +243,7 @@ mod tests {
 
     #[test]
     fn guesses_of_others_do_not_lock_out_known_addresses() {
-        let attempts = Attempts::default();
+        let attempts = SignInAttempts::default();
         let (office, elsewhere): (IpAddr, IpAddr) = ([10, 0, 0, 1].into(), [10, 0, 0, 2].into());
         for n in 0..100 {
             assert_eq!(
@@ -281,7 +281,7 @@ mod tests {
 
     #[test]
     fn the_number_of_remembered_names_is_limited() {
-        let attempts = Attempts::default();
+        let attempts = SignInAttempts::default();
         for n in 0..=MAX_NAMES as u32 {
             let from = IpAddr::from((n / 5).to_be_bytes());
             assert_eq!(attempts.count_password_attempt(&format!("n{n}"), from), Ok(false));

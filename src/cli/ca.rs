@@ -119,11 +119,12 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
         Action::List { json, args } => list(&args.open()?.issued().map_err(usage_error)?, json),
         Action::Revoke { certificate, args } => {
             for Record { name, serial, .. } in args.open()?.revoke(&certificate).map_err(usage_error)? {
-                match name.is_empty() {
-                    true => output::line(format_args!(
+                if name.is_empty() {
+                    output::line(format_args!(
                         "revoked serial {serial}, which this authority has no record of"
-                    ))?,
-                    false => output::line(format_args!("revoked {name}, serial {serial}"))?,
+                    ))?;
+                } else {
+                    output::line(format_args!("revoked {name}, serial {serial}"))?;
                 }
             }
             Ok(())

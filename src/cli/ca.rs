@@ -119,8 +119,13 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
         Action::List { json, args } => list(&args.open()?.issued().map_err(usage_error)?, json),
         Action::Revoke { certificate, args } => {
             for Record { name, serial, .. } in args.open()?.revoke(&certificate).map_err(usage_error)? {
-                let name = if name.is_empty() { "(not in the list)" } else { &name };
-                output::line(format_args!("revoked {name}, serial {serial}"))?;
+                if name.is_empty() {
+                    output::line(format_args!(
+                        "revoked serial {serial}, which this authority has no record of"
+                    ))?;
+                } else {
+                    output::line(format_args!("revoked {name}, serial {serial}"))?;
+                }
             }
             Ok(())
         }
@@ -163,7 +168,7 @@ fn list(records: &[Record], as_json: bool) -> anyhow::Result<()> {
     output::table(["NAME", "FOR", "STATE", "UNTIL", "SERIAL"], records.iter().map(row))
 }
 
-/// Prints the certificate, and an explanation to standard error, because standard output contains only the certificate.
+/// Prints the certificate to standard output, so that it can be redirected to a file, and an explanation to standard error.
 fn show(authority: &Authority) -> anyhow::Result<()> {
     output::warn(format_args!(
         "SHA-256 {}\nvalid until {}\nsave the certificate below on each client, and name the file with --ca-file or LOCKSTEP_CA_FILE; \

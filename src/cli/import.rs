@@ -153,7 +153,7 @@ enum Failure {
     Failed,
     Cancelled,
     /// The source does not record the run's end: the program was killed, or still runs.
-    NoEnd,
+    Unfinished,
 }
 
 /// The values of one step, in the server's format.
@@ -275,7 +275,7 @@ async fn upload(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Resul
         first: u64,
         records: &'a [Record],
     }
-    if run.failure == Some(Failure::NoEnd) {
+    if run.failure == Some(Failure::Unfinished) {
         run.drop_newest_records();
     }
     let path = format!("/runs/{}", run.id);
@@ -326,7 +326,7 @@ async fn upload(api: &Api, mut run: Run, project: Option<&str>) -> anyhow::Resul
         None => ("succeeded", None),
         Some(Failure::Failed) => ("failed", None),
         Some(Failure::Cancelled) => ("cancelled", None),
-        Some(Failure::NoEnd) => (
+        Some(Failure::Unfinished) => (
             "failed",
             Some("the imported run has no recorded end: its program was killed or was still running"),
         ),

@@ -18,8 +18,8 @@ const clamp = (cells) => Math.min(MAX_CELLS, Math.max(1, cells));
 /** Returns the number of rows whose height is nearest. */
 const nearest = (pixels) => HEIGHTS.reduce((best, height, i) => (Math.abs(height - pixels) < Math.abs(HEIGHTS[best] - pixels) ? i : best), 0) + 1;
 
-/** Describes a size: `two thirds of the page wide, low`, or only the height if panels have the full width. */
-export const describeSize = ({ columns, rows }) => (stacked.matches ? HEIGHT_WORDS[rows - 1] : `${WIDTH_WORDS[columns - 1]} of the page wide, ${HEIGHT_WORDS[rows - 1]}`);
+/** Describes a size: `two thirds of the page wide, low height`, or only the height if panels have the full width. */
+export const describeSize = ({ columns, rows }) => `${stacked.matches ? "" : `${WIDTH_WORDS[columns - 1]} of the page wide, `}${HEIGHT_WORDS[rows - 1]} height`;
 
 /** Writes a panel's size for styles and screen readers. */
 export function showSize(card, panel) {

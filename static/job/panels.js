@@ -177,7 +177,7 @@ export class Panels {
   async #storeSize({ panel, card }, before) {
     try {
       await this.#save(this.panels);
-      this.#showMessage(`${panel.title} is ${describeSize(panel)}.`);
+      this.#showMessage(`Panel ${panel.title}: ${describeSize(panel)}.`);
       // Wider charts show more points.
       await this.charts.readZoomedPart();
     } catch (error) {

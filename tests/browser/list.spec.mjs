@@ -71,7 +71,7 @@ describe("the heads of the columns", () => {
     await page.end();
   });
 
-  testInFullRun("are links without scripts", async () => {
+  testInFullRun("work as links if JavaScript is disabled", async () => {
     const page = await browser.page(server, "/jobs?project=vision", { javaScriptEnabled: false });
     await page.getByRole("columnheader", { name: "Loss" }).getByRole("link").click();
     await untilListed(page, "berta,anna");
@@ -86,7 +86,7 @@ describe("the filters", () => {
   test("show settings and days as chips, and report invalid filters", async () => {
     const page = await browser.page(server, "/jobs?sort=name", { expectedErrors: [/400/] });
     await page.locator(".narrow summary").click();
-    const add = async (column) => { await page.getByLabel("A setting or result: ").fill(column); await page.keyboard.press("Enter"); };
+    const add = async (condition) => { await page.getByLabel("A setting or result: ").fill(condition); await page.keyboard.press("Enter"); };
     await add("train.lr >= 0.2");
     await untilListed(page, "berta,carl");
     assert.equal(queryOf(page).get("where"), "train.lr>=0.2");
@@ -131,10 +131,10 @@ describe("the filters", () => {
     await page.end();
   });
 
-  testInFullRun("accept a setting without its table if only one table has the setting", async () => {
+  testInFullRun("accept a key without its section (`lr`) if only one section of the job file has the key", async () => {
     const page = await browser.page(server, "/jobs?sort=name", { expectedErrors: [/400/] });
     await page.locator(".narrow summary").click();
-    const add = async (column) => { await page.getByLabel("A setting or result: ").fill(column); await page.keyboard.press("Enter"); };
+    const add = async (condition) => { await page.getByLabel("A setting or result: ").fill(condition); await page.keyboard.press("Enter"); };
     await add("lr > 0.1");
     await untilListed(page, "berta,carl");
     assert.equal(queryOf(page).get("where"), "lr>0.1");
@@ -146,7 +146,7 @@ describe("the filters", () => {
     await removeJob(server, id);
     await untilListed(page, "berta,carl");
     await add("every_steps > 1");
-    await until("the error names both tables", async () => /checkpoint\.every_steps or log\.every_steps/.test(await page.locator("#list-problem").textContent()));
+    await until("the error names both sections", async () => /checkpoint\.every_steps or log\.every_steps/.test(await page.locator("#list-problem").textContent()));
     await page.end();
   });
 
@@ -189,7 +189,7 @@ describe("the filters", () => {
       return [fitting(streamed, conditions), fitting(listed, ["step_ms<1", "recipe=finetune"])];
     }, conditions);
     assert.deepEqual(ofStream, ["best>0.7", "speed<100", "loss<1", "val_loss!=1", "lr=0.1"]);
-    assert.deepEqual(ofServer, ["step_ms<1", "recipe=finetune"], "the server has applied these conditions, and its response lacks the values");
+    assert.deepEqual(ofServer, ["step_ms<1", "recipe=finetune"], "conditions whose values the response lacks count as fulfilled, because the server has applied them");
     await page.end();
   });
 
@@ -205,7 +205,7 @@ describe("the filters", () => {
 });
 
 describe("views", () => {
-  test("are stored by name, and their URL is complete", async () => {
+  test("are stored by name, and their URL shows the same list in another browser", async () => {
     const page = await browser.page(server, "/jobs?where=train.lr%3E0.05&sort=-loss&columns=loss,train.lr");
     await page.locator(".saved-views summary").click();
     await page.getByLabel("Save what is shown now").fill("steep ones");
@@ -238,8 +238,8 @@ describe("views", () => {
   });
 });
 
-describe("several jobs at once", () => {
-  test("stay selected if an action fails for them, with the reason, and no action is repeated for the others", async () => {
+describe("actions on several jobs", () => {
+  test("keep failed jobs selected, show the reason, and are not repeated for the other jobs", async () => {
     const page = await browser.page(server, "/jobs", { expectedErrors: [/409/] }), { jobs } = await server.ask("/jobs?fields=id,name"), asked = [];
     let refuses = true;
     // Simulates a server that refuses actions on anna. Actions on other jobs succeed without effect.
@@ -299,17 +299,17 @@ describe("columns", () => {
     assert.match((await refused.json()).detail, /no metric "grad_nrom" here; did you mean "grad_norm"\?/);
   });
 
-  testInFullRun("can all be hidden, also after a reload", async () => {
+  testInFullRun("can all be hidden, and stay hidden after a reload", async () => {
     const page = await browser.page(server, "/jobs"), heads = () => page.locator("#jobs thead th:visible").evaluateAll((all) => all.map((th) => th.innerText.trim()).filter(Boolean).join());
     await page.locator("#columns > summary").click();
     for (const box of await page.locator("#own-columns input").all()) await box.uncheck();
     assert.equal(queryOf(page).get("columns"), "none");
     await page.reload();
     await until("only state and name are left", async () => (await heads()) === "State,Job");
-    // The stored columns of an older version of the page.
+    // `none` is valid only as the single value: beside other columns it is ignored.
     await page.evaluate(() => localStorage.setItem("columns", "none,loss"));
     await page.goto(`${server.url}/jobs`);
-    await until("the unknown column is ignored", async () => (await heads()) === "State,Job,Loss");
+    await until("`none` is ignored", async () => (await heads()) === "State,Job,Loss");
     await page.end();
   });
 
@@ -389,8 +389,8 @@ describe("long names", () => {
   });
 });
 
-/** Returns where the pixels of a node's text end (`end`, from the node's left edge), and where they must end (`expected`): after the last
- *  word that fits before the ellipsis. */
+/** Returns where the pixels of a node's text end (`end`, from the node's left edge), and where they must end (`expected`): at the
+ *  end of the ellipsis that follows the last word that fits. */
 async function measureCut(page, node) {
   const box = await node.boundingBox(), png = (await page.screenshot({ clip: box })).toString("base64");
   return node.evaluate(async (node, png) => {
@@ -420,7 +420,7 @@ describe("a cut name", () => {
       for (const id of ids) {
         const { isCut, end, expected, text } = await measureCut(page, page.locator(`tr[data-id="${id}"] [data-f=name] .cut-head`));
         assert.ok(isCut, `at ${width} the name is cut`);
-        assert.ok(Math.abs(end - expected) < 4, `at ${width} the text is “${text}…”: ${expected} pixels, not ${end}`);
+        assert.ok(Math.abs(end - expected) < 4, `at ${width} the text “${text}…” ends at ${end} pixels, must end at ${expected}`);
       }
     }
     await page.goto(`${server.url}/jobs?group_by=project`);

@@ -79,6 +79,7 @@ describe("the queue", () => {
     await submit("small", 1);
     const page = await browser.page(server, "/queue?project=vision");
     await until("the project's job is listed", async () => (await names(page)).join() === LONG);
+    // The link removes the filter.
     await page.getByRole("link", { name: "project vision" }).click();
     await until("all jobs are listed", async () => (await names(page)).join() === [LONG, "small"].join());
     for (const view of TWO_VIEWS) {

@@ -15,7 +15,7 @@ const panels = (page) => page.evaluate(() => [...document.querySelectorAll("#cus
   return [card.querySelector("h3").textContent, lines.map((line) => line.points)];
 }));
 
-test("metrics of any name have panels, results first, also metrics that arrive while the page is open", async () => {
+test("metrics of any name have panels, also if they arrive later; the summary's numbers come first", async () => {
   const run = await server.ask("/runs", { id: "r", name: "elsewhere", config: { lr: 0.1, net: { depth: 3 } } });
   const log = (first, values) => server.ask("/runs/r/records", { first, records: values.map((each, i) => ({ step: first + i, values: each })) });
   await log(1, [{ "train/loss": 2, "top 1, %": 10 }, { "train/loss": 1, "top 1, %": 20 }]);
@@ -27,7 +27,8 @@ test("metrics of any name have panels, results first, also metrics that arrive w
   await until("the job's panels are drawn", async () => JSON.stringify(await panels(page)) === JSON.stringify([["train/loss", [2]], ["top 1, %", [2]]]));
   await untilShown("Step 2", "top 1, % 20", "train/loss 1");
   await untilAsRendered(page);
-  // The charts are as high as those of a job, and no card is empty: the settings are in place of a log, and no summary is shown yet.
+  // The charts are as high as those of a job, and no card is empty: a run has no log, so the settings are shown in its place, and there is no
+  // card for a summary until the run has one.
   for (const chart of await page.locator(".panel .chart").all()) assert.ok((await chart.boundingBox()).height >= 300);
   assert.deepEqual(await page.locator(".own-settings dt:visible").allTextContents(), ["lr", "net.depth"]);
   assert.equal(await page.locator("#summary-title").count(), 0);
@@ -55,7 +56,7 @@ test("metrics of any name have panels, results first, also metrics that arrive w
   await page.waitForURL(new RegExp(`/jobs/${run.id}$`));
   await page.goto(`${server.url}/#/experiments/0`);
   await page.waitForURL(/\/jobs\?project=default$/);
-  // A comparison opens on a metric that the runs share, and offers their metrics before those of jobs.
+  // A comparison opens on a metric that the runs share, and lists the metrics that the runs have logged before Lockstep's own metrics.
   const otherRun = await server.ask("/runs", { id: "s", name: "other" });
   await server.ask("/runs/s/records", { first: 1, records: [{ step: 1, values: { batch: 8, "train/loss": 3 } }] });
   await page.goto(`${server.url}/compare?jobs=${run.id},${otherRun.id}`);

@@ -1,5 +1,5 @@
-"""Writes small Parquet files of pictures to `parquet/`, and their expected rows to `parquet/expected.json`. Needs datasets,
-pyarrow, numpy and Pillow:
+"""Writes small Parquet files of pictures to `parquet/`, and their expected rows to `parquet/expected.json`. Needs the
+Python packages datasets, pyarrow, numpy and Pillow:
 
     python3 tests/data/make_parquet.py
 """
@@ -59,6 +59,7 @@ def plain():
     for codec in ["none", "snappy", "gzip", "zstd"]:
         rows = {
             "id": pa.array(range(40), pa.int64()),
+            # The name of the column does not have to match the format of the pictures.
             "jpg": pa.array([png(number) for number in range(40)], pa.binary()),
             "label": pa.array([NAMES[number % 3] for number in range(40)], pa.string()),
         }

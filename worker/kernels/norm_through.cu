@@ -1,6 +1,7 @@
-// The backward pass of the batch norm at the end of a network's block, which also computes its own incoming gradient: that of the
-// input of the next 1x1 convolution. Tensor cores compute this gradient tile by tile, and the thread block that computed a tile
-// consumes it, so the gradient is never stored. This saves one write and one read of the largest tensors of a bottleneck network.
+// Fuses two backward passes: of the 1x1 convolution that follows a residual block (the gradient of its input), and of the batch norm at
+// the end of that residual block. Tensor cores compute the first gradient tile by tile, and the thread block that computed a tile uses it
+// at once for the second, so the first gradient is never stored. This saves one write and one read of the largest tensors of a bottleneck
+// network.
 
 #if DTYPE != FLOAT32 && defined(HAS_WGMMA)
 
@@ -28,9 +29,9 @@ template <int N> __device__ __forceinline__ void put_product(const float (&c)[N]
     }
 }
 
-// norm_backward_sums_bits_added with dy W in place of dy: dy [rows, inner], W = `weights` [inner, channels]. `inner` is a
-// multiple of 64, `channels` of 256; gridDim.y = channels / 256. Dynamic shared memory: 1024 bytes for alignment, W's
-// columns, a tile of dy, a tile of the product.
+// Computes what norm_backward_sums_bits_added computes, for the gradient `dy` x `weights`. Here `dy` [rows, inner] is the gradient of the
+// convolution's output, and `weights` is [inner, channels]. `inner` is a multiple of 64, `channels` of 256; gridDim.y = channels / 256.
+// Dynamic shared memory: 1024 bytes for alignment, columns of the weights, a tile of dy, a tile of the product.
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_backward_sums_through(const T* x, const T* dy, const T* weights, u32 inner, const T* added, const u8* mask,
                                T* dz, const Control* control, u32 pixels, u32 rows, u32 channels, float* partials,
@@ -50,6 +51,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 
     for (u32 k = threadIdx.y; k < inner; k += 16)
         cp_async16(swizzled(weights_smem, inner, k, threadIdx.x), weights + (u64)k * channels + group * 8, true);
+    // Copies a tile of dy in pieces of eight values.
     auto copy_dy = [&](u32 tile) {
         for (u32 i = t; i < TILE_ROWS * pieces; i += 512) {
             u32 r = i / pieces, at = i - r * pieces;
@@ -102,13 +104,13 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 #pragma unroll
         for (int i = 0; i < ROWS_PER_THREAD; i++) {
             u32 r = i * 16 + threadIdx.y;
-            float v[8], g[8], m[8];
+            float v[8], g[8], m[8]; // x, the gradient, and `added`
             unpack(load(product + r * PADDED_ROW(TILE_CHANNELS), threadIdx.x), g);
             unpack(added_tile[i], m);
             unpack(x_tile[i], v);
 #pragma unroll
             for (int k = 0; k < 8; k++) g[k] = (mask_tile[i] >> k & 1) ? g[k] + m[k] : 0.0f;
-            // Sum the rounded values that are stored, so that sums and dx agree.
+            // Sum the rounded values, so that the sums agree with dx, which is computed later from the stored dz.
             Raw out = pack(g);
             unpack(out, g);
             if (tile * TILE_ROWS + r < rows) store(dz, (u64)(tile * TILE_ROWS + r) * groups + group, out);

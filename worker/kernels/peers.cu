@@ -1,8 +1,8 @@
 // Sums over the ranks of one machine through mapped peer memory (NVLink).
 //
 // A value and the number of its exchange are one 8-byte store, so a reader that sees the number also has the value,
-// without a fence. Each value of a Reduction counts its exchanges in `sequence`, in device memory: a replayed graph
-// continues to count, and nothing is ever reset. Two alternating slots are enough: a rank writes exchange n + 2 into
+// without a fence. `sequence[i]` of a Reduction is the number of the last exchange of value i. It is in device memory,
+// so a replayed graph continues to count, and nothing is ever reset. Two alternating slots are enough: a rank writes exchange n + 2 into
 // the slot of exchange n only after it has received exchange n + 1 from every rank, and a rank sends exchange n + 1
 // only after the kernel in which it has read exchange n.
 
@@ -21,18 +21,19 @@ struct Peers {
 struct Reduction {
     u32 mode; // LOCAL, STORE_SUMS or EXCHANGE
     const Peers* peers;
-    u64 at;        // byte offset in each rank's buffer: 2 slots x world x 2 C values of 8 bytes
+    u64 at;        // byte offset of the messages in each rank's buffer: u64 [2 slots, world, 2 C], with C channels
     u32* sequence; // [2 C]; zero at first, as is the buffer
     float* sums;   // [2 C]; written if the mode is STORE_SUMS
 };
 
-// Number of the next exchange of this thread's value (`index` of 2 C). Call this function before any block may finish, because the leader
-// block then counts the exchange.
+// Number of the next exchange of value `index` (of 2 C), which this thread reduces. Call this function before the block contributes its
+// sums: after that, the leader block may already have increased `sequence`.
 __device__ __forceinline__ u32 next_exchange(const Reduction& reduction, bool active, u32 index) {
     return reduction.mode == EXCHANGE && active ? reduction.sequence[index] + 1 : 0;
 }
 
-// Sum of all ranks' values, in rank order. Only the leader block's threads send and count; other blocks receive.
+// Sum of all ranks' values, in rank order. Every block that calls this function receives. Only the leader block sends, and
+// writes `sequence`.
 __device__ __forceinline__ double exchange_sum(double value, const Reduction& reduction, u32 channels, u32 index, u32 exchange,
                                              bool leader) {
     const Peers& peers = *reduction.peers;

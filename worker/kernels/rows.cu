@@ -1,5 +1,5 @@
-// Rows of activations of ranks that share pictures: a rank has some rows of each picture, and receives the other rows that its windows
-// reach from other ranks. A line is one row of one picture: `quads` groups of four values.
+// Rows of activations of ranks that share pictures. A rank has some rows of each picture. The other rows that its convolution and pooling
+// windows need come from other ranks. A line is one row of one picture: `quads` groups of four values.
 
 #if DTYPE == FLOAT32
 typedef uint4 Quad;
@@ -21,8 +21,8 @@ __device__ __forceinline__ Quad sum_of(const Quad& a, const Quad& b) {
 }
 #endif
 
-// to [pictures, to_rows] = rows of from [pictures, from_rows], from row `offset` on, which may be negative. Rows that `from` does not have
-// are filled with `fill`. Blocks loop over lines in a grid stride.
+// `to[p][r] = from[p][r + offset]`, or `fill` if `from` has no such row. `from` is [pictures, from_rows], `to` is [pictures, to_rows], and
+// `offset` may be negative (two's complement). Blocks loop over lines in a grid stride.
 extern "C" __global__ void __launch_bounds__(256)
     take_rows(const T* from, T* to, u32 pictures, u32 quads, u32 from_rows, u32 to_rows, u32 offset, float fill) {
     pdl_wait();
@@ -37,7 +37,8 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// to [pictures, to_rows] += part [pictures, rows], from row `first` on. Blocks loop over the lines of the part in a grid stride.
+// `to[p][first + r] += part[p][r]`. `part` is [pictures, rows], `to` is [pictures, to_rows]. Blocks loop over the lines of the part in a
+// grid stride.
 extern "C" __global__ void __launch_bounds__(256)
     add_rows(const T* part, T* to, u32 pictures, u32 quads, u32 rows, u32 to_rows, u32 first) {
     pdl_wait();

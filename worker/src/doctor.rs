@@ -16,7 +16,7 @@ use crate::{
 use lockstep_host::{
     cores, cpu_name,
     gpu::libraries::{self, Library},
-    usage::{disk_free, memory_free},
+    usage::{disk_free, memory_free_and_total},
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -107,7 +107,7 @@ fn simd() -> Finding {
 }
 
 fn memory() -> Finding {
-    let (free, total) = memory_free();
+    let (free, total) = memory_free_and_total();
     let found = format!("{} free of {}", gigabytes(free as f64), gigabytes(total as f64));
     if free < MIN_FREE_MEMORY {
         let advice = "A rank of ResNet-50 at batch 32 needs about 2 GB: stop other programs, or train a smaller \

@@ -10,7 +10,7 @@ use lockstep_engine::{
     plan::{Candidate, Link, Machine, Mesh, OperatorCost, Plan, Workload, cost, lower, search},
     registry, slots, wide_heads,
 };
-use lockstep_host::{cache, cpu_name, usage::memory_free};
+use lockstep_host::{cache, cpu_name, usage::memory_free_and_total};
 use lockstep_protocol::{
     network::{LayerPlan, NetworkDescription, PlanDescription, PlanPrediction},
     spec::{Device, JobSpec, ModelSpec, ParallelSpec, from_json},
@@ -93,7 +93,7 @@ pub fn measure(
 /// A device's name, and the memory of a rank on it.
 fn name_and_memory(device: DeviceChoice, local_ranks: u32) -> (String, u64) {
     if device.backend.needs().host_memory {
-        let (_, total_bytes) = memory_free();
+        let (_, total_bytes) = memory_free_and_total();
         return (cpu_name(), total_bytes / u64::from(local_ranks.max(1)));
     }
     let slots = device.backend.devices(Selection::default()).unwrap_or_default().slots;

@@ -5,13 +5,13 @@
 //! Slow hashes such as argon2 make guessing expensive, which protects passwords that people choose. Secrets are looked up by their hash, so
 //! the time of a response says nothing about a secret.
 
-mod attempts;
 mod caller;
 mod certificates;
 mod codes;
 mod passwords;
 mod people;
 mod secret;
+mod sign_in_attempts;
 
 pub(crate) use caller::Caller;
 pub(crate) use certificates::{certificate_id, is_certificate};
@@ -24,7 +24,6 @@ use crate::{
     store::{SessionRow, Store, TokenRow},
     util::remove_oldest,
 };
-use attempts::Attempts;
 use caller::{Credential, Usage};
 use codes::Codes;
 use jiff::Timestamp;
@@ -35,6 +34,7 @@ use lockstep_protocol::{
 };
 use passwords::Passwords;
 use people::KnownPerson;
+use sign_in_attempts::SignInAttempts;
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
     sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
@@ -76,7 +76,7 @@ pub(crate) struct Access {
     /// Codes that sign a browser in.
     pub(crate) codes: Codes,
     /// Failed attempts to sign in.
-    pub(crate) attempts: Attempts,
+    pub(crate) attempts: SignInAttempts,
     pub(crate) passwords: Passwords,
     /// Held while a token or a person is read, changed and stored, so that concurrent changes do not overwrite each other.
     pub(crate) change_lock: tokio::sync::Mutex<()>,
@@ -100,7 +100,7 @@ impl Access {
             must_authenticate,
             known: RwLock::default(),
             codes: Codes::default(),
-            attempts: Attempts::default(),
+            attempts: SignInAttempts::default(),
             passwords: Passwords::default(),
             change_lock: tokio::sync::Mutex::default(),
         }

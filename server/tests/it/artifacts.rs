@@ -67,7 +67,7 @@ async fn start_uploaded_job(server: &TestServer) -> (Agent, String, AttemptApi<'
     let (id, attempt) = agent.start_job(server, |spec| spec["checkpoint"] = json!({"keep": 2})).await;
     let api = AttemptApi::new(server, &server.agent_token("a").await, "id-a", &attempt);
     agent.report(&api.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    assert_eq!(api.request("POST", "", vec![]).await.0, 204);
+    api.report_own_disk().await;
     agent.report(&api.attempt, Source::Rank(0), 1, vec![checkpoint(10)]).await;
     assert_eq!(api.upload("1-10", manifest(1, 10)).await.0, 204);
     (agent, id, api)

@@ -109,7 +109,7 @@ async fn a_machine_with_its_own_disk_continues_from_the_previous_checkpoint() {
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     let token = server.agent_token("a").await;
     let api = |attempt: &AttemptRef| AttemptApi::new(&server, &token, "id-a", attempt);
-    assert_eq!(api(&attempt).request("POST", "", vec![]).await.0, 204);
+    api(&attempt).report_own_disk().await;
     let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
     agent.report(&attempt, Source::Rank(0), 0, events).await;
     for step in [10, 20] {

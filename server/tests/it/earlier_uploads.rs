@@ -18,7 +18,7 @@ async fn a_stop_before_the_dataset_was_copied_does_not_lose_the_last_checkpoint(
         let api =
             |token: &str, agent_id, attempt: &AttemptRef| AttemptApi::new(&server, token, agent_id, attempt);
         let api_1 = api(&token, "id-a", &start.attempt);
-        assert_eq!(api_1.request("POST", "", vec![]).await.0, 204);
+        api_1.report_own_disk().await;
         agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
         agent.end(&start.attempt, rank_killed(0)).await;
         let start = agent.expect_start().await;
@@ -58,14 +58,14 @@ async fn agents_upload_checkpoints_of_earlier_attempts_after_rank_0_moved() {
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 1})).await.id.to_string();
     let start = agent.expect_start().await;
     let api = |attempt: &AttemptRef| AttemptApi::new(&server, &token, "id-a", attempt);
-    assert_eq!(api(&start.attempt).request("POST", "", vec![]).await.0, 204);
+    api(&start.attempt).report_own_disk().await;
     let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
     assert_eq!(api(&start.attempt).upload("1-10", manifest(1, 10)).await.0, 204);
     agent.end(&start.attempt, rank_killed(0)).await;
     let start = agent.expect_start().await;
     let api_2 = api(&start.attempt);
-    assert_eq!(api_2.request("POST", "", vec![]).await.0, 204);
+    api_2.report_own_disk().await;
     // Changes the attempt so that another agent has rank 0.
     let places = r#"[{"agent_id":"id-b","agent":"b","ranks":[[0,0]]},{"agent_id":"id-a","agent":"a","ranks":[[1,0]]}]"#;
     let query = format!("UPDATE attempts SET places = '{places}' WHERE job_id = '{id}' AND attempt = 2");

@@ -54,13 +54,18 @@ impl<'a> AttemptApi<'a> {
         let since = Instant::now();
         loop {
             let (status, response) = self.server.send(self.build_request(method, path, body.clone())).await;
-            // A child process that another test has just forked may still hold a lock of this server.
+            // Tests share one process, so a child that another test has just forked inherits this server's lock until the child calls exec.
             let is_locked =
                 response["detail"].as_str().is_some_and(|why| why.contains("another request works on"));
             if !(status == 503 && is_locked && since.elapsed() < TIMEOUT) {
                 return (status, response);
             }
         }
+    }
+
+    /// Reports that the agent keeps checkpoints on its own disk.
+    pub(crate) async fn report_own_disk(&self) {
+        assert_eq!(self.request("POST", "", vec![]).await.0, 204);
     }
 
     pub(crate) async fn upload(&self, name: &str, manifest: Vec<u8>) -> (u16, Value) {
@@ -81,13 +86,13 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
         let (mut a, mut b) = connect_machines(&server).await;
         let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
         let api_b = AttemptApi::new(&server, &server.agent_token("b").await, "id-b", &attempt);
-        assert_eq!(api_b.request("POST", "", vec![]).await.0, 204);
+        api_b.report_own_disk().await;
         a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
         if b_leaves {
             b.send(FromAgent::Leaving { reason: "the agent was stopped".into() }).await;
             assert!(a.expect_stop().await, "the ranks write a checkpoint first");
         }
-        // Renames a column, so that the server cannot read its records of checkpoints.
+        // Renames a column that the server reads when it stores a checkpoint, so that the report fails.
         let rename = async |from: &str, to: &str| {
             server.execute(&format!("ALTER TABLE attempts RENAME COLUMN {from} TO {to}")).await
         };
@@ -100,7 +105,7 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
         let response = b.next().await;
         assert!(
             response.is_none(),
-            "the server closes the connection, so that the agent repeats both: {response:?}"
+            "the server closes the connection, so that the agent sends both reports again: {response:?}"
         );
         rename("elsewhere", "own_disks").await;
         if b_leaves {
@@ -132,13 +137,14 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
 }
 
 #[tokio::test]
-async fn only_the_agent_of_rank_0_uploads_only_reported_checkpoints() {
+async fn an_upload_needs_rank_0s_agent_and_a_reported_checkpoint() {
     let (server, mut agent) = server_with_agent(2).await;
     let token = server.agent_token("a").await;
     let id = server.submit(|_| {}).await.id.to_string();
     let start = agent.expect_start().await;
     let token_of_b = server.agent_token("b").await;
     let _agent_b = Agent::connect_with_token(&server, &token_of_b, hello("b", 1, Vec::new())).await.unwrap();
+    // An agent that cannot read this file in the job's folder has its own disk.
     assert_eq!(fs::read_to_string(server.job_dir(&id).join("mark")).ok(), start.files.mark);
     let api =
         |token: &str, agent_id, attempt: &AttemptRef| AttemptApi::new(&server, token, agent_id, attempt);
@@ -146,10 +152,10 @@ async fn only_the_agent_of_rank_0_uploads_only_reported_checkpoints() {
     agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     // The agent has not reported its own disk yet.
     assert_eq!(api_a.request("GET", "/uploads/1-10", vec![]).await.0, 403);
-    assert_eq!(api_a.request("POST", "", vec![]).await.0, 204);
+    api_a.report_own_disk().await;
     let (status, state) = api_a.request("GET", "/uploads/1-10", vec![]).await;
     assert_eq!((status, &state["stored"], &state["received"]), (200, &Value::Null, &json!({})));
-    // Refused: agent b with its own id and with a's id, agent a with b's id, with a wrong fencing token, and for another attempt.
+    // Refused: b's token with b's id or with a's id; a's token with b's id, with a wrong fencing token, or for another attempt.
     let guessed = AttemptRef {
         fencing_token: FencingToken { secret: 1, ..start.attempt.fencing_token },
         ..start.attempt.clone()
@@ -216,7 +222,7 @@ async fn folders_of_attempts_that_the_database_lacks_are_kept() {
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
     agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
     let (nothing_needed, state_unknown) = (json!({"needed": "nothing"}), json!({"needed": "unknown"}));
-    // After the restore of a backup from before the retry of the job, and from before the job.
+    // A restored backup can be older than the retry of the job (`retried`), or older than the job (`unknown`).
     let retried = AttemptRef { attempt: 2, ..attempt.clone() };
     let unknown = AttemptRef { job: JobId::generate(), ..attempt.clone() };
     // The restored database has given the attempt's number to another attempt.
@@ -242,7 +248,8 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
     let start = agent.expect_start().await;
     assert_eq!((start.files.dataset, start.resume), (None, None));
     let api_a = AttemptApi::new(&server, &token, "id-a", &start.attempt);
-    assert_eq!(api_a.request("POST", "", vec![]).await.0, 204);
+    api_a.report_own_disk().await;
+    // What the agent's copy of the dataset contains.
     let note = json!({"pictures": 4, "picture_bytes": 100, "sha256": "ab"});
     assert_eq!(api_a.request("POST", "/dataset", note.to_string().into()).await.0, 204);
     assert_eq!(api_a.request("POST", "/dataset", note.to_string().into()).await.0, 204, "the same again");
@@ -288,7 +295,7 @@ async fn another_machine_continues_from_uploaded_checkpoints() {
 }
 
 #[tokio::test]
-async fn remaining_machines_upload_their_checkpoints_one_at_a_time() {
+async fn after_a_lost_rank_one_agent_at_a_time_uploads() {
     let server = TestServer::new().await;
     let tokens = [server.agent_token("a").await, server.agent_token("b").await];
     let mut a = Agent::connect_with_token(&server, &tokens[0], hello_at("a", 2, Vec::new(), "10.0.0.1"))
@@ -308,7 +315,7 @@ async fn remaining_machines_upload_their_checkpoints_one_at_a_time() {
         "before the agent has reported its own disk"
     );
     for api in [&api_a, &api_b] {
-        assert_eq!(api.request("POST", "", vec![]).await.0, 204);
+        api.report_own_disk().await;
     }
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     assert_eq!(
@@ -337,19 +344,15 @@ async fn remaining_machines_upload_their_checkpoints_one_at_a_time() {
         listed["checkpoints"][0]["uploading_from"].clone()
     };
     assert_eq!(uploads_from().await, "a");
-    // The first machine disconnects, too.
+    // The first machine disconnects during its upload. The second machine continues.
     a.disconnect();
     wait_until("the second machine uploads", async || uploads_from().await == "b").await;
     assert_eq!(api_b.upload("1-17", manifest(1, 17)).await.0, 204);
     assert_eq!(uploads_from().await, Value::Null);
-    // After the end of the attempt, checkpoints that the agent has not reported are refused.
+    // A checkpoint that the agent has not reported is refused: with 404 during the attempt, with 403 after its end.
     assert_eq!(api_b.request("GET", "/uploads/1-10", vec![]).await.0, 404);
     b.end(&attempt, Ending::Secondary { reason: "lost contact".into() }).await;
-    assert_eq!(
-        api_b.request("GET", "/uploads/1-10", vec![]).await.0,
-        403,
-        "only rank 0's agent has the checkpoint"
-    );
+    assert_eq!(api_b.request("GET", "/uploads/1-10", vec![]).await.0, 403, "after the end of the attempt");
     server.stop().await;
 }
 
@@ -369,7 +372,7 @@ async fn a_job_starts_without_a_checkpoint_that_is_not_uploaded_in_time() {
     let high = server.submit(with_priority(5)).await;
     let attempt = stuck.expect_start().await.attempt;
     let api = AttemptApi::new(&server, &token, "id-stuck", &attempt);
-    assert_eq!(api.request("POST", "", vec![]).await.0, 204);
+    api.report_own_disk().await;
     stuck.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     let mut agent = Agent::connect(&server, hello("a", 1, Vec::new())).await.unwrap();
     server.submit(with_priority(0)).await;
@@ -394,7 +397,7 @@ async fn a_part_of_a_checkpoint_upload_has_at_most_8_mib() {
     let (server, mut agent, _, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
     let api = AttemptApi::new(&server, &server.agent_token("a").await, "id-a", &attempt);
-    assert_eq!(api.request("POST", "", vec![]).await.0, 204);
+    api.report_own_disk().await;
     let mut manifest: Value = serde_json::from_slice(&manifest(1, 10)).unwrap();
     manifest["files"]["model.safetensors"]["size_bytes"] = json!(2 * MAX);
     let put =

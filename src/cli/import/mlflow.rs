@@ -15,7 +15,7 @@ use std::{
 /// File that every run and every experiment has.
 const META_FILE: &str = "meta.yaml";
 
-/// Returns the runs of a store, in the order of their folders. Deleted runs are left out.
+/// Returns an iterator that reads the runs of a store, each with its label, in the order of their folders. Deleted runs are left out.
 pub(super) fn parts(root: &Path) -> anyhow::Result<Parts> {
     if let Some(url) =
         root.to_str().filter(|path| path.starts_with("http://") || path.starts_with("https://"))
@@ -37,8 +37,8 @@ pub(super) fn parts(root: &Path) -> anyhow::Result<Parts> {
     }
     if runs.is_empty() {
         return Err(usage_error(format!(
-            "{} has no runs of MLflow: no folder EXPERIMENT/RUN in it has a {META_FILE}. For a database, start `mlflow server` with the \
-             database and give the server's address",
+            "{} has no runs of MLflow: no folder EXPERIMENT/RUN in it has a {META_FILE}. If MLflow keeps the runs in a database, start \
+             `mlflow server` with the database and give the server's URL",
             root.display()
         )));
     }
@@ -93,7 +93,7 @@ fn new_run(id: &str, experiment: &str, info: &Value) -> Run {
     let time = |key: &str| text(info, key).parse().ok();
     let name = text(info, "run_name");
     Run {
-        // The id is equal for a run in files and on a server.
+        // A run has the same id whether it is imported from files or from a server.
         id: derive_id("mlflow", &[id.as_bytes()]),
         name: if name.is_empty() { id.to_owned() } else { name },
         project: Some(if experiment == "Default" { "default" } else { experiment }.to_owned()),
@@ -103,13 +103,13 @@ fn new_run(id: &str, experiment: &str, info: &Value) -> Run {
             "FINISHED" | "3" => None,
             "FAILED" | "4" => Some(Failure::Failed),
             "KILLED" | "5" => Some(Failure::Cancelled),
-            _ => Some(Failure::NoEnd),
+            _ => Some(Failure::Unfinished),
         },
         ..Run::default()
     }
 }
 
-/// Adds parameters as settings, and tags as results. MLflow's own tags contain the run's name and notes.
+/// Adds parameters as settings, and tags as results. Of MLflow's own tags, two set the run's name and notes; the others are left out.
 fn add_settings(run: &mut Run, params: Vec<(String, String)>, tags: Vec<(String, String)>) {
     run.config.extend(params.into_iter().map(|(name, value)| (name, value.into())));
     for (key, value) in tags {
@@ -122,8 +122,8 @@ fn add_settings(run: &mut Run, params: Vec<(String, String)>, tags: Vec<(String,
     }
 }
 
-/// Adds points (time, metric, step and value) sorted by time, so that a point that is logged later comes last. Points of the same time are
-/// in the order of steps and names.
+/// Adds points (time, metric, step and value) sorted by time, so that a later import of the same run only appends records. Points of the
+/// same time are in the order of steps and names.
 fn add_points(run: &mut Run, mut points: Vec<(i64, String, i64, f64)>) {
     points.sort_by(|(at, name, step, _), (other_at, other_name, other_step, _)| {
         (at, step, name).cmp(&(other_at, other_step, other_name))
@@ -178,6 +178,7 @@ mod tests {
         let records = |points| {
             let mut run = Run::default();
             add_points(&mut run, points);
+            // Points of the newest time may still be logged.
             run.drop_newest_records();
             serde_json::to_value(&run.records).unwrap()
         };

@@ -166,7 +166,7 @@ pub(super) fn parts(root: &Path) -> anyhow::Result<Parts> {
 fn read_run(file: &Path) -> anyhow::Result<Run> {
     let bytes = fs::read(file).with_context(|| file.display().to_string())?;
     anyhow::ensure!(bytes.starts_with(&HEADER), "the file does not begin as a log of W&B does");
-    let mut run = Run { failure: Some(Failure::NoEnd), ..Run::default() };
+    let mut run = Run { failure: Some(Failure::Unfinished), ..Run::default() };
     let is_complete = for_each_record(&bytes, |data| match Record::decode(data) {
         Ok(record) => add_record(&mut run, record),
         Err(_) => run.leave_out("records that cannot be read", 1),

@@ -130,7 +130,7 @@ describe("jobs compared on a touch screen", () => {
     const { page, touch } = await open(), axis = page.locator('#parallel [data-axis="train.lr"]'), box = await scrollToCenter(axis);
     const middle = box.x + box.width / 2;
     await touch.drag([[middle, box.y + 10]], [[middle, box.y + box.height * 0.4]]);
-    await until("the fastest is selected", async () => (await selected(page)) === "fast");
+    await until("the job with the highest learning rate is selected", async () => (await selected(page)) === "fast");
     const boxNow = await scrollToCenter(axis);
     await touch.tap(boxNow.x + boxNow.width / 2, boxNow.y + boxNow.height / 2);
     await until("a tap on the axis removes the brush", async () => (await selected(page)) === "fast,slow,wild");
@@ -141,8 +141,9 @@ describe("jobs compared on a touch screen", () => {
     const { page, touch } = await open(), scatter = page.locator("#scatter"), box = await scrollToCenter(scatter);
     assert.match(await page.locator("#scatter-note").textContent(), /^hold, then drag/);
     const pointAt = (x, y) => [box.x + x * box.width, box.y + y * box.height], scrolled = () => page.evaluate(() => scrollY);
+    // The loss axis is reversed: a low loss is at the top.
     await touch.drag([pointAt(0.6, 0.05)], [pointAt(0.99, 0.4)], { hold: LONG_PRESS_MS });
-    await until("the job at the top right, with a low loss, is selected", async () => (await selected(page)) === "fast");
+    await until("the job at the top right is selected", async () => (await selected(page)) === "fast");
     assert.ok(Math.abs((await scatter.boundingBox()).y - box.y) < 20, "the page has not scrolled");
     await page.getByRole("button", { name: "Clear", exact: true }).tap();
     await until("all are selected", async () => (await selected(page)) === "fast,slow,wild");
@@ -180,7 +181,7 @@ describe("a panel's size", () => {
     assert.equal(await sizes(), "a 1x1,b 1x1,c 1x1", "nothing is stored yet");
     await page.mouse.up();
     await until("the size is stored", async () => (await sizes()) === "a 2x2,b 1x1,c 1x1");
-    await until("the note names the size", async () => (await page.locator("#custom-note").textContent()) === "a is two thirds of the page wide, medium.");
+    await until("the note names the size", async () => (await page.locator("#custom-note").textContent()) === "Panel a: two thirds of the page wide, medium height.");
     // A panel at the right edge grows when its handle is dragged beyond the edge.
     from = await scrollToCenter(grip(page, "b"));
     await page.mouse.move(from.x + 8, from.y + 8);
@@ -205,7 +206,7 @@ describe("a panel's size", () => {
     await grip(page, "b").focus();
     for (const key of ["ArrowRight", "ArrowRight", "ArrowRight", "ArrowDown"]) await page.keyboard.press(key);
     await until("the size is stored", async () => (await sizes()) === "a 1x1,b 3x2,c 1x1");
-    assert.equal(await page.evaluate(() => document.activeElement.getAttribute("aria-label")), "Size of b: all of the page wide, medium. Arrow keys change it.");
+    assert.equal(await page.evaluate(() => document.activeElement.getAttribute("aria-label")), "Size of b: all of the page wide, medium height. Arrow keys change it.");
     for (const key of ["ArrowUp", "ArrowUp", "ArrowLeft"]) await page.keyboard.press(key);
     await until("the smaller size is stored", async () => (await sizes()) === "a 1x1,b 2x1,c 1x1");
     await page.end();

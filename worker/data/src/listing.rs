@@ -23,8 +23,9 @@ pub(crate) struct Listing {
     containers: Vec<Container>,
     /// The names of all pictures, concatenated.
     names: Vec<u8>,
-    rows: Vec<Row>,
-    /// The file of the folder cache, which is removed when a file has changed: the next start then examines all files.
+    records: Vec<PictureRecord>,
+    /// The path of the folder cache. [`Listing::read`] removes this file if a picture differs from the index, so that the next start
+    /// examines all files.
     pub(super) folder_cache: Option<PathBuf>,
 }
 
@@ -46,11 +47,13 @@ pub(super) enum ContainerKind {
     Parquet(Stamp, Arc<ParquetFile>),
 }
 
+/// A picture as the index describes it.
 #[derive(Debug, Clone, Copy)]
-struct Row {
+struct PictureRecord {
     container: u32,
     /// The end of the picture's name in `names`. The name begins where the previous name ends.
     name_end: u64,
+    /// Byte offset in a tar shard, or row number in a Parquet file.
     offset: u64,
     size: u64,
     modified_ns: i64,
@@ -74,7 +77,7 @@ impl Listing {
     pub(super) fn push(&mut self, entry: &Entry) {
         self.names.extend_from_slice(&entry.name);
         let Entry { offset, size, modified_ns, hash, width, height, is_jpeg, .. } = *entry;
-        self.rows.push(Row {
+        self.records.push(PictureRecord {
             container: (self.containers.len() - 1) as u32,
             name_end: self.names.len() as u64,
             offset,
@@ -88,17 +91,17 @@ impl Listing {
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.rows.len()
+        self.records.len()
     }
 
     /// Width and height in pixels, according to the index.
     pub(crate) fn dimensions(&self, index: usize) -> (u32, u32) {
-        (self.rows[index].width, self.rows[index].height)
+        (self.records[index].width, self.records[index].height)
     }
 
     /// Whether a picture is a JPEG file, according to the index.
     pub(crate) fn is_jpeg(&self, index: usize) -> bool {
-        self.rows[index].is_jpeg
+        self.records[index].is_jpeg
     }
 
     /// The path of the file. For a member of a shard: the path of the shard, then the path in the shard.
@@ -116,13 +119,13 @@ impl Listing {
 
     /// A picture's name (as in [`Listing::name`], but relative to the dataset), its size in bytes, and the hash of its content.
     pub(super) fn identity(&self, index: usize) -> (PathBuf, u64, u64) {
-        let row = &self.rows[index];
-        (self.container(index).path.join(self.name_in_container(index)), row.size, row.hash)
+        let record = &self.records[index];
+        (self.container(index).path.join(self.name_in_container(index)), record.size, record.hash)
     }
 
     /// The hash of the picture's bytes.
     pub(super) fn hash(&self, index: usize) -> u64 {
-        self.rows[index].hash
+        self.records[index].hash
     }
 
     /// The name of the picture's file. `None` if the picture is part of a shard.
@@ -136,11 +139,11 @@ impl Listing {
     /// # Errors
     /// [`DataError::File`]: the picture cannot be read, or differs from the index.
     pub(crate) fn read(&self, index: usize) -> Result<Vec<u8>, DataError> {
-        let (row, Container { path, kind }) = (&self.rows[index], self.container(index));
+        let (record, Container { path, kind }) = (&self.records[index], self.container(index));
         let found = match kind {
-            ContainerKind::Folder => read_file(&self.path(index), row),
-            ContainerKind::Tar(stamp) => read_member(row, &self.root.join(path), *stamp),
-            ContainerKind::Parquet(stamp, file) => read_row(row, &self.root.join(path), *stamp, file),
+            ContainerKind::Folder => read_file(&self.path(index), record),
+            ContainerKind::Tar(stamp) => read_member(record, &self.root.join(path), *stamp),
+            ContainerKind::Parquet(stamp, file) => read_row(record, &self.root.join(path), *stamp, file),
         };
         found.map_err(|detail| {
             if let Some(cache) = &self.folder_cache {
@@ -157,24 +160,25 @@ impl Listing {
 
     /// As [`Listing::read`], for `count` consecutive pictures. Rows of one file are read together.
     pub(super) fn read_run(&self, first: usize, count: usize) -> Vec<Result<Vec<u8>, DataError>> {
-        let rows = &self.rows[first..first + count];
+        let records = &self.records[first..first + count];
         let run = || -> Option<Vec<Vec<u8>>> {
-            let (first_row, last_row) = (rows.first()?, rows.last()?);
-            let Container { path, kind: ContainerKind::Parquet(stamp, known) } = self.container(first) else {
+            let (first_record, last_record) = (records.first()?, records.last()?);
+            let Container { path, kind: ContainerKind::Parquet(stamp, indexed_file) } = self.container(first)
+            else {
                 return None;
             };
-            // Rows that are not pictures may lie in between.
-            let length = last_row.offset.checked_sub(first_row.offset)?.checked_add(1)?;
-            if first_row.container != last_row.container || length > 2 * count as u64 {
+            // The rows may include rows that are not in this listing. They are read together only if at least half of them are.
+            let length = last_record.offset.checked_sub(first_record.offset)?.checked_add(1)?;
+            if first_record.container != last_record.container || length > 2 * count as u64 {
                 return None;
             }
             let (file, current) = open(&self.root.join(path)).ok()?;
-            let read = known.read_run(file, current.size, first_row.offset, length).ok()?;
-            let unchanged_bytes = |row: &Row| {
-                let bytes = read.get((row.offset - first_row.offset) as usize)?.clone()?;
-                (bytes.len() as u64 == row.size && content_hash(&bytes) == row.hash).then_some(bytes)
+            let read = indexed_file.read_run(file, current.size, first_record.offset, length).ok()?;
+            let unchanged_bytes = |record: &PictureRecord| {
+                let bytes = read.get((record.offset - first_record.offset) as usize)?.clone()?;
+                (bytes.len() as u64 == record.size && content_hash(&bytes) == record.hash).then_some(bytes)
             };
-            (current == *stamp).then(|| rows.iter().map(unchanged_bytes).collect())?
+            (current == *stamp).then(|| records.iter().map(unchanged_bytes).collect())?
         };
         match run() {
             Some(read) => read.into_iter().map(Ok).collect(),
@@ -198,12 +202,12 @@ impl Listing {
         }
         let mut kept = keep.iter();
         labels.retain(|_| kept.next() == Some(&true));
-        let (mut names, mut rows) = (Vec::new(), Vec::new());
+        let (mut names, mut records) = (Vec::new(), Vec::new());
         for index in (0..self.len()).filter(|index| keep.get(*index) == Some(&true)) {
             names.extend_from_slice(self.name_in_container(index).as_bytes());
-            rows.push(Row { name_end: names.len() as u64, ..self.rows[index] });
+            records.push(PictureRecord { name_end: names.len() as u64, ..self.records[index] });
         }
-        (self.names, self.rows) = (names, rows);
+        (self.names, self.records) = (names, records);
     }
 
     /// An error about a picture.
@@ -212,12 +216,12 @@ impl Listing {
     }
 
     fn name_in_container(&self, index: usize) -> &OsStr {
-        let begin = index.checked_sub(1).map_or(0, |before| self.rows[before].name_end);
-        OsStr::from_bytes(&self.names[begin as usize..self.rows[index].name_end as usize])
+        let begin = index.checked_sub(1).map_or(0, |before| self.records[before].name_end);
+        OsStr::from_bytes(&self.names[begin as usize..self.records[index].name_end as usize])
     }
 
     fn container(&self, index: usize) -> &Container {
-        &self.containers[self.rows[index].container as usize]
+        &self.containers[self.records[index].container as usize]
     }
 
     fn path(&self, index: usize) -> PathBuf {
@@ -225,31 +229,36 @@ impl Listing {
     }
 }
 
-fn read_member(row: &Row, shard: &Path, stamp: Stamp) -> Result<Vec<u8>, String> {
+fn read_member(record: &PictureRecord, shard: &Path, stamp: Stamp) -> Result<Vec<u8>, String> {
     let (file, current) = open(shard)?;
-    if row.offset.saturating_add(row.size) > current.size {
+    if record.offset.saturating_add(record.size) > current.size {
         return Err(format!("no longer exists: its shard now has {} bytes", current.size));
     }
-    let mut bytes = vec![0; row.size as usize];
-    file.read_exact_at(&mut bytes, row.offset).map_err(files::cannot_be_read)?;
-    if current != stamp && content_hash(&bytes) != row.hash {
+    let mut bytes = vec![0; record.size as usize];
+    file.read_exact_at(&mut bytes, record.offset).map_err(files::cannot_be_read)?;
+    if current != stamp && content_hash(&bytes) != record.hash {
         return Err("has changed since it was first inspected: its shard was written again".into());
     }
     Ok(bytes)
 }
 
-fn read_row(row: &Row, path: &Path, stamp: Stamp, known: &ParquetFile) -> Result<Vec<u8>, String> {
+fn read_row(
+    record: &PictureRecord,
+    path: &Path,
+    stamp: Stamp,
+    indexed_file: &ParquetFile,
+) -> Result<Vec<u8>, String> {
     let (file, current) = open(path)?;
     let bytes = if current == stamp {
-        known.read(file, current.size, row.offset)?
+        indexed_file.read(file, current.size, record.offset)?
     } else {
         // The file has changed, so its pages may be at other offsets.
         let reopened = ParquetFile::open(path);
         let reopened = reopened.map_err(|error| format!("cannot be read, as its file {}", error.detail))?;
-        reopened.read(file, current.size, row.offset)?
+        reopened.read(file, current.size, record.offset)?
     };
-    // Always checked: with a wrong offset index in the file, another row's picture would get this row's class.
-    if bytes.len() as u64 != row.size || content_hash(&bytes) != row.hash {
+    // The hash is checked even if the file is unchanged: a file with a wrong page index would return another row's picture.
+    if bytes.len() as u64 != record.size || content_hash(&bytes) != record.hash {
         return Err("has changed since it was first inspected: its file was written again".into());
     }
     Ok(bytes)
@@ -261,19 +270,18 @@ fn open(shard: &Path) -> Result<(File, Stamp), String> {
     Ok((file, Stamp { size, modified_ns }))
 }
 
-fn read_file(path: &Path, row: &Row) -> Result<Vec<u8>, String> {
+fn read_file(path: &Path, record: &PictureRecord) -> Result<Vec<u8>, String> {
     let bytes = files::read(path, picture::MAX_BYTES)?;
-    if bytes.len() as u64 != row.size {
+    if bytes.len() as u64 != record.size {
         return Err(format!(
             "has changed since it was first inspected: it had {} bytes then, and has {} now",
-            row.size,
+            record.size,
             bytes.len()
         ));
     }
-    // A new modification time (of a link: of its target) with the same content is not a change.
-    let has_same_time =
-        matches!(files::stat(path), Ok(FileKind::File { modified_ns, .. }) if modified_ns == row.modified_ns);
-    if !has_same_time && content_hash(&bytes) != row.hash {
+    // A file with a new modification time but the same content has not changed. A symbolic link has the time of its target.
+    let has_same_time = matches!(files::stat(path), Ok(FileKind::File { modified_ns, .. }) if modified_ns == record.modified_ns);
+    if !has_same_time && content_hash(&bytes) != record.hash {
         return Err("has changed since it was first inspected".into());
     }
     Ok(bytes)

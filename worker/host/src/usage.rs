@@ -12,7 +12,7 @@ use std::{
 
 /// The unit of `/proc/diskstats`, whatever the disk's own sector size is.
 const SECTOR_BYTES: u64 = 512;
-/// Prefixes of the names of block devices that are not disks, or consist of disks that are counted.
+/// Prefixes of the names of block devices that are not disks, or whose data is also counted at the disks below them (device mapper, RAID).
 const NOT_DISKS: [&str; 7] = ["loop", "ram", "zram", "dm-", "md", "sr", "fd"];
 
 /// Monotonic counters, and the time at which they were read.
@@ -67,7 +67,7 @@ impl UsageSampler {
         let cpus = limit.unwrap_or(usable_cpus);
         let (disk_used_bytes, disk_bytes) = disk_space(&self.disk_dir);
         let (memory_used_bytes, memory_bytes, host_memory_bytes) = memory(&self.groups);
-        let rate = |count: fn(&Counters) -> Option<u64>| rate(&before?, &now, count);
+        let rate = |bytes_of: fn(&Counters) -> Option<u64>| rate(&before?, &now, bytes_of);
         MachineSample {
             at: Timestamp::now(),
             cpus: cpus as f32,
@@ -96,7 +96,8 @@ fn read(path: &str) -> String {
     fs::read_to_string(path).unwrap_or_default()
 }
 
-/// The fraction of `cpus` CPUs that was busy between two readings, 0 to 1: of the control group, if it limits this process.
+/// CPU utilization between two readings, as a fraction of `cpus` CPUs, 0 to 1. If a control group limits this process, only the time of
+/// the control group counts.
 fn utilization(before: &Counters, now: &Counters, cpus: f64) -> Option<f64> {
     let share = match (before.group_cpu_secs, now.group_cpu_secs) {
         (Some(before_secs), Some(now_secs)) => {
@@ -111,10 +112,10 @@ fn utilization(before: &Counters, now: &Counters, cpus: f64) -> Option<f64> {
     share.is_finite().then(|| share.clamp(0.0, 1.0))
 }
 
-/// The rate at which `count`, a number of bytes, has increased, in bytes per second.
-fn rate(before: &Counters, now: &Counters, count: fn(&Counters) -> Option<u64>) -> Option<u64> {
+/// Bytes per second by which the counter that `bytes_of` selects has increased.
+fn rate(before: &Counters, now: &Counters, bytes_of: fn(&Counters) -> Option<u64>) -> Option<u64> {
     // `None` if a disk or an interface has disappeared, which reduces the sum.
-    let bytes = count(now)?.checked_sub(count(before)?)?;
+    let bytes = bytes_of(now)?.checked_sub(bytes_of(before)?)?;
     let per_second = bytes as f64 / (now.at - before.at).as_secs_f64();
     per_second.is_finite().then_some(per_second as u64)
 }
@@ -178,8 +179,9 @@ pub fn memory_and_swap() -> Option<u64> {
     Some(of_group.map_or(of_machine, |of_group| of_group.min(of_machine)))
 }
 
-/// Free and total memory of this machine or container, in bytes.
-pub fn memory_free() -> (u64, u64) {
+/// Free and total memory of this machine or container, in bytes. Cached files of a control group count as used; [`memory_available`] is what
+/// a process can allocate.
+pub fn memory_free_and_total() -> (u64, u64) {
     let (used, bytes, _) = memory(&ControlGroups::of_this_process());
     (bytes.saturating_sub(used), bytes)
 }
@@ -230,8 +232,8 @@ fn disks(diskstats: &str, names: &[String]) -> Option<(u64, u64)> {
     diskstats.lines().filter_map(of_disk).reduce(add)
 }
 
-/// Bytes received and sent by network devices. Without devices, as in a container, all interfaces except loopback are
-/// counted. Bridges and tunnels would count the traffic of a device twice.
+/// Bytes received and sent by network interfaces with a device: bridges and tunnels would count the same traffic again. If no interface
+/// has a device, as in a container, all interfaces except loopback are counted.
 fn network(dev: &str, is_device: impl Fn(&str) -> bool) -> Option<(u64, u64)> {
     let interface = |line: &str| {
         let (name, counters) = line.split_once(':')?;
@@ -288,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn written_bytes_are_reported_as_a_rate() {
+    fn rates_and_utilization_follow_from_two_readings() {
         let at = Instant::now();
         let before = Counters {
             at,

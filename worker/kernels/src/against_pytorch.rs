@@ -9,7 +9,7 @@ use crate::{
     optimizer::{Optimizer, ParameterKind, Update},
     orthogonal,
     pool::{self, MaxPool},
-    synthetic::{labels, values},
+    synthetic::{labels, values as synthetic_values},
 };
 use lockstep_protocol::spec::OptimizerKind;
 use safetensors::SafeTensors;
@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 /// Maximum difference, relative to the largest value.
 const TOLERANCE: f32 = 1e-5;
 
-/// Calls `check(fixtures, name, numbers in the name)` for every case of `op`. A name is `op.number.number...`.
+/// Calls `check(fixtures, name, numbers)` for every case of `op`. A name is `op.number.number...`; `numbers` are their absolute values.
 fn cases(op: &str, check: impl FnMut(&Fixtures<'_>, &str, &[usize])) {
     cases_in("operations.safetensors", op, check);
 }
@@ -104,10 +104,10 @@ fn compare_convolution(fixtures: &Fixtures<'_>, name: &str, numbers: [usize; 7])
         let padding = kernel / 2;
         let (in_h, in_w, row_padding) = (side, side, padding);
         let s = ConvShape { batch, in_h, in_w, in_c, out_c, kernel, stride, padding, row_padding, groups };
-        let x = values(&format!("{name}.x"), s.input_len());
-        let dy = values(&format!("{name}.dy"), s.output_len());
+        let x = synthetic_values(&format!("{name}.x"), s.input_len());
+        let dy = synthetic_values(&format!("{name}.dy"), s.output_len());
         let mut w = vec![0.0; s.weight_len()];
-        conv::weight_from_oihw(&s, &values(&format!("{name}.w"), s.weight_len()), &mut w);
+        conv::weight_from_oihw(&s, &synthetic_values(&format!("{name}.w"), s.weight_len()), &mut w);
         let (mut y, mut dx, mut dw) = (vec![f32::NAN; dy.len()], vec![f32::NAN; x.len()], w.clone());
         conv::forward(&s, &x, &w, &mut y, &mut scratch);
         fixtures.compare(&format!("{name}.y"), &y);
@@ -124,9 +124,10 @@ fn compare_convolution(fixtures: &Fixtures<'_>, name: &str, numbers: [usize; 7])
 fn batch_norms_match_pytorch() {
     cases("norm", |fixtures, name, numbers| {
         let &[batch, side, channels, relu, shortcut, offset] = numbers else { panic!("{name}") };
+        // The name has the offset's sign.
         let offset = if name.ends_with(&format!("-{offset}")) { -(offset as f32) } else { offset as f32 };
         let (rows, relu, shortcut) = (batch * side * side, relu == 1, shortcut == 1);
-        let make = |key: &str, len| values(&format!("{name}.{key}"), len);
+        let make = |key: &str, len| synthetic_values(&format!("{name}.{key}"), len);
         let x: Vec<f32> = make("x", rows * channels).iter().map(|v| v + offset).collect();
         let s = make("s", x.len());
         let (gamma, beta) = (make("gamma", channels), make("beta", channels));
@@ -143,7 +144,7 @@ fn batch_norms_match_pytorch() {
         fixtures.compare(&format!("{name}.var"), &running.1);
 
         let dy = make("dy", x.len());
-        // A gradient in one part or in two parts, stored for the shortcut or not, gives the same numbers.
+        // The results are the same if `dy` is given as one tensor or as two summands. The sum is stored if there are two summands or a shortcut.
         for parts in [1, 2] {
             let mut g = dy.clone();
             let second = (parts == 2).then(|| vec![0.25; x.len()]);
@@ -189,7 +190,7 @@ fn poolings_match_pytorch() {
         let &[batch, side, channels] = numbers else { panic!("{name}") };
         let (input, output) = (square(side, channels), square(side.div_ceil(2), channels));
         let pool = MaxPool { input, output, kernel: 3, stride: 2, padding: 1, row_padding: 1 };
-        let x: Vec<f32> = values(&format!("{name}.x"), batch * input.len())
+        let x: Vec<f32> = synthetic_values(&format!("{name}.x"), batch * input.len())
             .iter()
             .map(|v| (v * 4.0).round_ties_even().max(0.0))
             .collect();
@@ -197,17 +198,17 @@ fn poolings_match_pytorch() {
         pool.forward(&x, &mut y, &mut argmax);
         fixtures.compare(&format!("{name}.y"), &y);
         let mut dx = vec![f32::NAN; x.len()];
-        pool.backward(&values(&format!("{name}.dy"), y.len()), &argmax, &mut dx);
+        pool.backward(&synthetic_values(&format!("{name}.dy"), y.len()), &argmax, &mut dx);
         fixtures.compare(&format!("{name}.dx"), &dx);
     });
     cases("average_pool", |fixtures, name, numbers| {
         let &[batch, side, channels] = numbers else { panic!("{name}") };
         let input = square(side, channels);
-        let x = values(&format!("{name}.x"), batch * input.len());
+        let x = synthetic_values(&format!("{name}.x"), batch * input.len());
         let (mut y, mut dx) = (vec![f32::NAN; batch * channels], vec![f32::NAN; x.len()]);
         pool::global_average(&x, input, &mut y);
         fixtures.compare(&format!("{name}.y"), &y);
-        pool::global_average_backward(&values(&format!("{name}.dy"), y.len()), input, &mut dx);
+        pool::global_average_backward(&synthetic_values(&format!("{name}.dy"), y.len()), input, &mut dx);
         fixtures.compare(&format!("{name}.dx"), &dx);
     });
 }
@@ -216,7 +217,7 @@ fn poolings_match_pytorch() {
 fn linear_layers_match_pytorch() {
     cases("linear", |fixtures, name, numbers| {
         let &[batch, inputs, outputs] = numbers else { panic!("{name}") };
-        let make = |key: &str, len| values(&format!("{name}.{key}"), len);
+        let make = |key: &str, len| synthetic_values(&format!("{name}.{key}"), len);
         let (x, w, b) = (make("x", batch * inputs), make("w", inputs * outputs), make("b", outputs));
         let dy = make("dy", batch * outputs);
         let (mut y, mut dx) = (vec![f32::NAN; dy.len()], vec![f32::NAN; x.len()]);
@@ -235,8 +236,10 @@ fn linear_layers_match_pytorch() {
 fn losses_match_pytorch() {
     cases("loss", |fixtures, name, numbers| {
         let &[batch, classes, smoothing, scale] = numbers else { panic!("{name}") };
-        let logits: Vec<f32> =
-            values(&format!("{name}.x"), batch * classes).iter().map(|v| v * scale as f32).collect();
+        let logits: Vec<f32> = synthetic_values(&format!("{name}.x"), batch * classes)
+            .iter()
+            .map(|v| v * scale as f32)
+            .collect();
         let labels = labels(&format!("{name}.labels"), batch, classes);
         let mut gradient = vec![f32::NAN; logits.len()];
         let found = loss::cross_entropy(
@@ -272,8 +275,9 @@ fn losses_with_class_weights_match_pytorch() {
     for (index, case) in cases.iter().enumerate() {
         let name = format!("class_weights.{index}");
         let logits: Vec<f32> =
-            values(&format!("{name}.x"), BATCH * CLASSES).iter().map(|v| v * 3.0).collect();
-        let weights: Vec<f32> = values(&format!("{name}.weights"), CLASSES).iter().map(|v| v + 1.5).collect();
+            synthetic_values(&format!("{name}.x"), BATCH * CLASSES).iter().map(|v| v * 3.0).collect();
+        let weights: Vec<f32> =
+            synthetic_values(&format!("{name}.weights"), CLASSES).iter().map(|v| v + 1.5).collect();
         let [own, others] = ["labels", "others"].map(|key| labels(&format!("{name}.{key}"), BATCH, CLASSES));
         let mixed = case.lambda.map(|lambda| (&others[..], lambda));
         // PyTorch divides by the sum of the labels' weights, or by the number of pictures if targets are probabilities.
@@ -285,7 +289,8 @@ fn losses_with_class_weights_match_pytorch() {
         let into = Some((&mut gradient[..], 1.0 / divisor));
         let found = loss::cross_entropy(&logits, &own, mixed, CLASSES, case.smoothing, Some(&weights), into);
         let is_near = |ours: f32, theirs: f32| (ours - theirs).abs() <= TOLERANCE * theirs.abs().max(0.1);
-        assert!(is_near((found.sum / divisor) as f32, case.loss), "{name}: {}, not {}", found.sum, case.loss);
+        let loss = (found.sum / divisor) as f32;
+        assert!(is_near(loss, case.loss), "{name}: {loss}, not {}", case.loss);
         for (ours, theirs) in gradient.iter().zip(&case.dx) {
             assert!(is_near(*ours, *theirs), "{name}: {gradient:?}, not {:?}", case.dx);
         }
@@ -297,12 +302,12 @@ fn steps_of_sgd_match_pytorch() {
     cases("sgd", |fixtures, name, numbers| {
         let kind = if numbers == [1] { OptimizerKind::Nesterov } else { OptimizerKind::Momentum };
         let sgd = Optimizer { kind, momentum: 0.9, weight_decay: 0.01, ..Optimizer::default() };
-        let (mut w, mut v) = (values(&format!("{name}.w"), 50), vec![0.0; 50]);
+        let (mut w, mut v) = (synthetic_values(&format!("{name}.w"), 50), vec![0.0; 50]);
         // The fixture's ".w" is the result; the initial weights come from the generator.
         for step in 0..3 {
             let update = Update::new(&sgd, 0.1, step + 1);
             let (rate, decay) = update.rates(sgd.policy(true), || unreachable!("no norms"));
-            let g = values(&format!("{name}.g{step}"), 50);
+            let g = synthetic_values(&format!("{name}.g{step}"), 50);
             update.apply(rate, decay, &mut w, [&mut v, &mut []], &g);
         }
         fixtures.compare(&format!("{name}.w"), &w);
@@ -339,8 +344,10 @@ fn steps_of_muon_match_pytorch() {
             groups: 1,
         };
         let drawn = |what: &str, scale: f32| {
-            let oihw: Vec<f32> =
-                values(&format!("{name}.{what}"), shape.weight_len()).iter().map(|v| v * scale).collect();
+            let oihw: Vec<f32> = synthetic_values(&format!("{name}.{what}"), shape.weight_len())
+                .iter()
+                .map(|v| v * scale)
+                .collect();
             let mut ours = vec![0.0; oihw.len()];
             conv::weight_from_oihw(&shape, &oihw, &mut ours);
             ours
@@ -384,14 +391,15 @@ fn steps_of_adamw_and_lamb_match_pytorch() {
         let OptimizerRun { optimizer: kind, weight_decay, beta1, beta2, epsilon, .. } = run;
         let optimizer = Optimizer { kind, weight_decay, beta1, beta2, epsilon, ..Optimizer::default() };
         let policy = optimizer.policy(true);
-        let mut w = values(&format!("{name}.w"), 16);
+        let mut w = synthetic_values(&format!("{name}.w"), 16);
         let [mut m, mut v] = [(); 2].map(|()| vec![0.0; 16]);
         assert_eq!(run.weights.len(), 20);
         for (step, expected) in run.weights.iter().enumerate() {
             // The learning rate decreases; every third gradient is small, and every seventh is zero.
             let lr = run.lr * (1.0 - step as f32 / 40.0);
             let scale = if step % 7 == 6 { 0.0 } else { [1.0, 10.0, 1e-3][step % 3] };
-            let mut g: Vec<f32> = values(&format!("{name}.g{step}"), 16).iter().map(|v| v * scale).collect();
+            let mut g: Vec<f32> =
+                synthetic_values(&format!("{name}.g{step}"), 16).iter().map(|v| v * scale).collect();
             let update = Update::new(&optimizer, lr, step as u64 + 1);
             if optimizer.needs_norms() {
                 update.prepare(policy, &w, [&mut m, &mut v], &mut g);

@@ -27,10 +27,12 @@ pub const LANES: usize = 16;
 impl ConvShape {
     /// Index of the weight of `(out, ky, kx, input)` in the flat slice; `input` counts within the group.
     fn weight_index(&self, out: usize, ky: usize, kx: usize, input: usize) -> usize {
-        let taps = self.kernel * self.kernel * self.group_in_c();
+        let weights_per_output = self.kernel * self.kernel * self.group_in_c();
         let block = out / LANES;
         let lanes = LANES.min(self.out_c - block * LANES);
-        block * LANES * taps + ((ky * self.kernel + kx) * self.group_in_c() + input) * lanes + out % LANES
+        block * LANES * weights_per_output
+            + ((ky * self.kernel + kx) * self.group_in_c() + input) * lanes
+            + out % LANES
     }
 }
 
@@ -99,7 +101,7 @@ fn run_forward(
 ) {
     let tiles = scratch.tiles;
     // Tiles need whole blocks of channels, so narrow groups are merged.
-    let merged = grouped::merged_shape(s, LANES * tiles.values);
+    let merged = grouped::merged_shape(s, LANES * tiles.values_per_unit);
     let w = grouped::merge_weights(s, &merged, w, &mut scratch.merged);
     let pass = product::Pass::forward(&merged);
     let w = pass.pack_weights(w, tiles, &mut scratch.weights);
@@ -110,8 +112,8 @@ fn run_forward(
 /// every channel the sum of squares, `2 * out_c` values. They are computed while outputs are in registers, which
 /// saves another read of `y`.
 ///
-/// A task sums the differences from a pivot in float32. The sums of the tasks are added in float64, in order, so the
-/// result does not depend on the number of threads.
+/// To limit rounding, a task sums differences from a pivot (an output of the channel) in float32, and the pivot is added back in float64.
+/// The sums of the tasks are added in float64, in order, so the result does not depend on the number of threads.
 ///
 /// # Panics
 /// If the length of a slice does not match `s`.
@@ -134,7 +136,7 @@ pub fn forward_with_sums(
 /// If the length of a slice does not match `s`.
 pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], scratch: &mut Scratch) {
     check(s, dx.len(), w.len(), dy.len());
-    let merged = grouped::merged_shape(s, LANES * scratch.tiles.values);
+    let merged = grouped::merged_shape(s, LANES * scratch.tiles.values_per_unit);
     let w = grouped::merge_weights(s, &merged, w, &mut scratch.merged);
     let pass = product::Pass::backward(&merged);
     let w = pass.pack_transposed_weights(w, scratch.tiles, &mut scratch.weights);
@@ -147,7 +149,7 @@ pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], scra
 /// If the length of a slice does not match `s`.
 pub fn backward_weight(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
     check(s, x.len(), dw.len(), dy.len());
-    // Here a lane always has one channel: with bfloat16, the two values of a unit are pictures.
+    // Here a lane has one channel also with bfloat16: the two values of a unit are of two pictures, not of two channels.
     let merged = grouped::merged_shape(s, LANES);
     if merged.groups == s.groups {
         return weight::gradient(s, x, dy, dw, scratch);

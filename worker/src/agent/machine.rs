@@ -2,14 +2,14 @@
 
 use lockstep_host::{
     cores, cpu_name, hostname,
-    usage::{disk_free, memory_free},
+    usage::{disk_free, memory_free_and_total},
 };
 use lockstep_protocol::agent::Machine;
 use std::path::Path;
 
 /// Describes this machine. Free disk space is measured at `dir`.
 pub(super) fn describe(dir: &Path) -> Machine {
-    let (_, memory_bytes) = memory_free();
+    let (_, memory_bytes) = memory_free_and_total();
     Machine {
         hostname: hostname(),
         cpu: cpu_name(),

@@ -327,7 +327,7 @@ impl CallState {
             // Clients send this before they list the artifacts in a folder, and find a model in that list.
             ("POST", "logged-models/search") => json!({"models": []}),
             _ => match name.strip_prefix(models::PREFIX) {
-                Some(address) => self.model(method, address).await?,
+                Some(address) => self.handle_model_call(method, address).await?,
                 None => return Err(unsupported_call(method, name)),
             },
         })

@@ -70,7 +70,7 @@ impl Server {
                 }
             }
         }
-        if run.failure == Some(Failure::NoEnd) {
+        if run.failure == Some(Failure::Unfinished) {
             // Metrics are read one by one. Points that are logged meanwhile would be in only some metrics, so they are dropped.
             points.retain(|(at, ..)| *at < began);
         }

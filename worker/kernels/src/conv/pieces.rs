@@ -9,44 +9,42 @@ pub(super) type Pieces = [Vec<Piece>; 2];
 /// Some output rows of a group of pictures, and the input rows that contribute to them.
 #[derive(Debug)]
 pub(super) struct Piece {
-    /// Output rows.
-    pub(super) rows: Range<usize>,
-    /// Input rows.
-    pub(super) src: Range<usize>,
-    /// Runs of pixels for each kernel offset. Indices count from the first pixel of `src` or of `rows`, and count a pixel once for every
-    /// unit of pictures.
+    pub(super) output_rows: Range<usize>,
+    pub(super) input_rows: Range<usize>,
+    /// Runs of pixels for each kernel offset. `Run::x` is relative to the first pixel of `input_rows`, `Run::dy` to the first pixel of `output_rows`. A
+    /// pixel has one index for each unit, because the units of a group are adjacent: `(y * width + x) * units + unit`.
     pub(super) runs: Vec<Vec<Run>>,
 }
 
-/// Divides the output rows of a group of pictures into pieces of `rows` rows. Lists, for every kernel offset, the pairs of input and output
-/// pixels. `group` is the group's number of units; a unit is one picture, or two with bfloat16.
-pub(super) fn divide(s: &ConvShape, group: usize, rows: usize) -> Vec<Piece> {
+/// Divides the output rows of a group of pictures into pieces of `rows_per_piece` rows. Lists, for every kernel offset, the pairs of input and output
+/// pixels. `units` is the number of units of a pixel and channel: the pictures of the group, or half as many (rounded up) with bfloat16.
+pub(super) fn divide(s: &ConvShape, units: usize, rows_per_piece: usize) -> Vec<Piece> {
     let (out_h, out_w) = (s.out_h(), s.out_w());
     let piece = |first: usize| {
-        let rows = first..out_h.min(first + rows);
-        let input_rows =
-            || rows.clone().flat_map(|row| (0..s.kernel).filter_map(move |k| s.input_row(row, k)));
-        let src = input_rows().min().unwrap_or(0)..input_rows().max().map_or(0, |last| last + 1);
+        let output_rows = first..out_h.min(first + rows_per_piece);
+        let inputs =
+            || output_rows.clone().flat_map(|row| (0..s.kernel).filter_map(move |k| s.input_row(row, k)));
+        let input_rows = inputs().min().unwrap_or(0)..inputs().max().map_or(0, |last| last + 1);
         let runs = (0..s.kernel * s.kernel).map(|tap| {
             let (ky, kx) = (tap / s.kernel, tap % s.kernel);
             let mut runs: Vec<Run> = Vec::new();
-            for row in rows.clone() {
+            for row in output_rows.clone() {
                 let Some(y) = s.input_row(row, ky) else { continue };
                 for column in 0..out_w {
                     let Some(x) = s.input_column(column, kx) else { continue };
-                    let x = (((y - src.start) * s.in_w + x) * group) as u32;
-                    let dy = (((row - rows.start) * out_w + column) * group) as u32;
+                    let x = (((y - input_rows.start) * s.in_w + x) * units) as u32;
+                    let dy = (((row - output_rows.start) * out_w + column) * units) as u32;
                     match runs.last_mut() {
                         Some(run) if run.x + run.len == x && run.dy + run.len == dy => {
-                            run.len += group as u32;
+                            run.len += units as u32;
                         }
-                        _ => runs.push(Run { x, dy, len: group as u32 }),
+                        _ => runs.push(Run { x, dy, len: units as u32 }),
                     }
                 }
             }
             runs
         });
-        Piece { runs: runs.collect(), src, rows }
+        Piece { runs: runs.collect(), input_rows, output_rows }
     };
-    (0..out_h).step_by(rows).map(piece).collect()
+    (0..out_h).step_by(rows_per_piece).map(piece).collect()
 }

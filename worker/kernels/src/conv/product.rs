@@ -85,12 +85,12 @@ impl Pass {
 
     /// Number of units of a group's source channels.
     fn units(&self, tiles: &Tiles) -> usize {
-        (self.src[2] / self.cardinality).div_ceil(tiles.values)
+        (self.src[2] / self.cardinality).div_ceil(tiles.values_per_unit)
     }
 
     /// Number of packed units of a position.
-    fn line(&self, tiles: &Tiles) -> usize {
-        self.src[2].div_ceil(tiles.values).next_multiple_of(LANES)
+    fn units_per_position(&self, tiles: &Tiles) -> usize {
+        self.src[2].div_ceil(tiles.values_per_unit).next_multiple_of(LANES)
     }
 
     /// Number of packed units of the weights.
@@ -116,14 +116,16 @@ impl Pass {
         assert_eq!(w.len(), self.weight_len(tiles));
         assert!(
             self.cardinality == 1
-                || [src_c / tiles.values, dst_c].iter().all(|c| c.is_multiple_of(LANES * self.cardinality))
+                || [src_c / tiles.values_per_unit, dst_c]
+                    .iter()
+                    .all(|c| c.is_multiple_of(LANES * self.cardinality))
         );
         if dst.is_empty() {
             return;
         }
         let groups = self.batch.div_ceil(tiles.group);
         let blocks = dst_c.div_ceil(LANES);
-        let picture_len = src_h * src_w * self.line(tiles);
+        let picture_len = src_h * src_w * self.units_per_position(tiles);
         let job = Job { tiles, src, w, dst: SharedOutput::of(dst), computes_sums: sums.is_some() };
         let tasks: Vec<Task> = if picture_len * self.batch <= PACKED_WHOLE && w.len() > PACKED {
             // Few pixels, many weights: each weight is loaded by only one task, for all pictures.
@@ -178,7 +180,7 @@ impl Pass {
     /// The packed weights for a forward pass, from `[block of 16 out][tap][in][lane]`. Weights of kernel offsets that are never inside
     /// the picture are not written.
     pub(super) fn pack_weights<'a>(&self, w: &'a [f32], tiles: &Tiles, to: &'a mut Buffer) -> &'a [f32] {
-        if tiles.values == 1 {
+        if tiles.values_per_unit == 1 {
             return w;
         }
         let (in_c, units) = (self.src[2] / self.cardinality, self.units(tiles));
@@ -218,8 +220,8 @@ impl Pass {
                     let out_first = group * out_c + out_block * LANES;
                     let first = out_first * taps * in_c + (tap * in_c + channel) * out_lanes;
                     let w = &w[first..first + lanes * out_lanes];
-                    let packed = &mut to[(tap * units + out_block * LANES / tiles.values) * lanes..];
-                    let to = if tiles.values == 1 { &mut *packed } else { &mut transposed[..] };
+                    let packed = &mut to[(tap * units + out_block * LANES / tiles.values_per_unit) * lanes..];
+                    let to = if tiles.values_per_unit == 1 { &mut *packed } else { &mut transposed[..] };
                     let to = &mut to[..lanes * out_lanes];
                     match (w.try_into(), <&mut [f32; LANES * LANES]>::try_from(&mut *to)) {
                         (Ok(w), Ok(to)) => tiles.transpose(w, to),
@@ -231,7 +233,7 @@ impl Pass {
                             }
                         }
                     }
-                    if tiles.values > 1 {
+                    if tiles.values_per_unit > 1 {
                         tiles.pack_rows(&transposed[..lanes * out_lanes], lanes, packed);
                     }
                 }
@@ -247,8 +249,8 @@ impl Pass {
         let Task { groups, rows, blocks } = task;
         let tiles = job.tiles;
         let src_rows = self.rows.range(rows);
-        let line = self.line(tiles);
-        let picture_len = src_rows.len() * src_w * line;
+        let units_per_position = self.units_per_position(tiles);
+        let picture_len = src_rows.len() * src_w * units_per_position;
         // The sizes of groups differ by at most one picture.
         let group_count = self.batch.div_ceil(tiles.group);
         let largest_group = self.batch.div_ceil(group_count);
@@ -270,7 +272,7 @@ impl Pass {
                 for (ky, y) in &self.rows.0[row] {
                     buffers.taps.extend(column.iter().map(|(kx, x)| Tap {
                         position: ((y - src_rows.start) * src_w + x) as u32,
-                        tap: (ky * self.kernel + kx) as u32,
+                        offset: (ky * self.kernel + kx) as u32,
                     }));
                 }
             }
@@ -309,7 +311,7 @@ impl Pass {
                             taps: &buffers.taps[taps[0]..taps[1]],
                             pictures: own.len(),
                             units,
-                            line,
+                            units_per_position,
                             w: job.w.as_ptr().add(block * w_block),
                             w_block,
                             y: job.dst.pointer().add(first),
@@ -367,8 +369,8 @@ fn pack_pixels_first(
     to: &mut [f32],
 ) {
     let pixels = rows.len() * width;
-    let line = channels.div_ceil(tiles.values).next_multiple_of(LANES);
-    assert!(to.len() >= pixels * line * pictures.len());
+    let units_per_position = channels.div_ceil(tiles.values_per_unit).next_multiple_of(LANES);
+    assert!(to.len() >= pixels * units_per_position * pictures.len());
     for (index, picture) in pictures.clone().enumerate() {
         let first = (picture * height + rows.start) * width * channels;
         let from = &src[first..first + pixels * channels];
@@ -376,11 +378,11 @@ fn pack_pixels_first(
         unsafe {
             tiles.pack_channels(&Pack {
                 from: from.as_ptr(),
-                second: None,
+                second_picture: None,
                 pixels,
                 channels,
                 to: to.as_mut_ptr().add(index * LANES),
-                to_pixel: line * pictures.len(),
+                to_pixel: units_per_position * pictures.len(),
                 to_block: LANES * pictures.len(),
             });
         }

@@ -2,8 +2,10 @@
 //! packed pictures, and tables of tiles for each instruction set and number format. The order of summation is the same for all
 //! tile sizes, so results do not depend on how work is divided.
 //!
-//! Packed pictures and weights consist of units of 32 bits: a float32, or two values in bfloat16 that are adjacent in the sum. The
-//! two values are channels in a [`Product`] and pictures in an [`Outer`], so both formats have the same loops.
+//! Packed pictures and weights consist of units of 32 bits: a float32, or two bfloat16 values, which are consecutive terms of the sum. In
+//! a [`Product`] they are two channels, in an [`Outer`] the same channel of two pictures, so both formats have the same loops.
+//!
+//! A block has 16 output channels, one per lane.
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx;
@@ -12,25 +14,25 @@ mod kernels;
 use super::vector::{Arithmetic, Vector};
 use kernels::{outer, pack_channels, pack_pictures, pack_rows, product};
 
-/// A product of a source position and a weight: kernel offset `tap` at source position `position`.
+/// One term of an output position: the source at `position` times the weight at kernel offset `offset`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tap {
     /// Index of the position in the packed rows.
     pub(super) position: u32,
     /// `ky * kernel + kx`.
-    pub(super) tap: u32,
+    pub(super) offset: u32,
 }
 
 /// One output position of a group of pictures, for one to four blocks of output channels.
 pub(super) struct Product<'a> {
-    /// Packed group of pictures: `[position][block of 16 units][picture][16]`, from the first unit to read on.
+    /// Packed group of pictures: `[position][block of 16 units][picture][16]`, starting at the first unit that the tile reads.
     pub(super) x: *const f32,
     pub(super) taps: &'a [Tap],
     pub(super) pictures: usize,
-    /// Number of units of input channels to read, from the first of `x` on.
+    /// Number of units of input channels that the tile reads.
     pub(super) units: usize,
-    /// Number of packed units of a position, in all groups of channels together.
-    pub(super) line: usize,
+    /// Number of packed units of a position of one picture, over all groups of the convolution.
+    pub(super) units_per_position: usize,
     /// Weights of the first block: `[tap][unit][lane]`.
     pub(super) w: *const f32,
     /// Units from one block of weights to the next.
@@ -39,7 +41,7 @@ pub(super) struct Product<'a> {
     pub(super) y: *mut f32,
     /// Floats from one picture's output to the next picture's.
     pub(super) y_picture: usize,
-    /// Number of lanes of the block: 16, or less for a single block that is not full.
+    /// Output channels of the block: 16, or fewer for a single block that is not full.
     pub(super) lanes: usize,
     /// Null, or for every block of channels: 16 pivots, 16 sums of (output - pivot), and 16 sums of
     /// (output - pivot)^2. A pivot keeps the squares small if a channel's mean is far from zero.
@@ -48,7 +50,7 @@ pub(super) struct Product<'a> {
     pub(super) starts_sums: bool,
 }
 
-/// A run of pixels that are adjacent in both packed pictures.
+/// A run of pixels that are adjacent in the packed input and in the packed gradient of the output.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Run {
     /// Index of the first pixel of the input: a pixel is 16 units.
@@ -58,10 +60,10 @@ pub(super) struct Run {
     pub(super) len: u32,
 }
 
-/// Outer products of input and output gradient, summed over pixels: at most 16 input channels, one to
+/// Outer products of the input and the gradient of the output, summed over pixels. A tile has at most 16 input channels, and one, two or
 /// four blocks of output channels.
 pub(super) struct Outer<'a> {
-    /// Packed input, `[pixel][16]`, from the first channel to read on.
+    /// Packed input, `[pixel][16]`, starting at the first channel that the tile reads.
     pub(super) x: *const f32,
     /// Packed gradient, `[pixel][16]`.
     pub(super) dy: *const f32,
@@ -76,16 +78,16 @@ pub(super) struct Outer<'a> {
     pub(super) accumulate: bool,
     /// Number of input channels to store.
     pub(super) channels: usize,
-    /// Number of lanes of the block: 16, or less for a single block that is not full.
+    /// Output channels of the block: 16, or fewer for a single block that is not full.
     pub(super) lanes: usize,
 }
 
-/// Channels of a row of pixels, to be copied into packed lines.
+/// Channels of a row of pixels, to be packed.
 pub(super) struct Pack {
     /// First channel of the first pixel; pixels are consecutive.
     pub(super) from: *const f32,
-    /// As `from`, of the picture whose channels are the second values of units, if units are pairs of pictures.
-    pub(super) second: Option<*const f32>,
+    /// If a unit has two pictures: as `from`, for the second picture.
+    pub(super) second_picture: Option<*const f32>,
     pub(super) pixels: usize,
     pub(super) channels: usize,
     pub(super) to: *mut f32,
@@ -111,7 +113,7 @@ type OuterFn = unsafe fn(&Outer<'_>);
 pub(super) struct Tiles {
     pub(super) format: Format,
     /// Number of values in a unit.
-    pub(super) values: usize,
+    pub(super) values_per_unit: usize,
     /// Maximum number of pictures in a group.
     pub(super) group: usize,
     /// Element `n - 1` is for `n` pictures: tiles of one, two and four blocks, and a tile of one block that is not full.
@@ -200,7 +202,8 @@ impl Tiles {
 
     /// The tile for `pictures` and 1, 2 or 4 blocks.
     pub(super) fn product(&self, pictures: usize, blocks: usize) -> ProductFn {
-        self.product[pictures - 1][blocks / 2].unwrap_or_else(|| unreachable!("asked for by product_blocks"))
+        self.product[pictures - 1][blocks / 2]
+            .unwrap_or_else(|| unreachable!("`blocks` must come from product_blocks"))
     }
 
     /// The tile for one block that is not full.
@@ -209,7 +212,8 @@ impl Tiles {
     }
 
     /// Number of blocks of output channels that the next outer-product tile for `channels` input channels computes, if `blocks`
-    /// remain: four only if one tile takes all channels, two also if tiles take eight channels at a time.
+    /// remain. Four if a tile of four blocks covers all channels. Otherwise two, if a tile of two blocks covers all channels or at least
+    /// eight of them.
     pub(super) fn outer_blocks(&self, channels: usize, blocks: usize) -> usize {
         let has_tile = |blocks: usize, min_channels: usize| {
             self.outer
@@ -223,8 +227,8 @@ impl Tiles {
         }
     }
 
-    /// The next tile if `channels` input channels remain, for 1, 2 or 4 blocks of output channels, after the tile's number of
-    /// input channels. That is the smallest number that covers the remaining channels, or else the largest.
+    /// The number of input channels of the next tile, and the tile, for 1, 2 or 4 blocks of output channels, if `channels` input channels
+    /// remain: the narrowest tile that covers them, or else the widest.
     pub(super) fn outer(&self, channels: usize, blocks: usize) -> (usize, OuterFn) {
         let mut best = None;
         for (tile_channels, tiles) in self.outer {
@@ -235,7 +239,7 @@ impl Tiles {
                 }
             }
         }
-        best.unwrap_or_else(|| unreachable!("every width has tiles"))
+        best.unwrap_or_else(|| unreachable!("`blocks` must come from outer_blocks"))
     }
 
     /// Transposes 16 rows of 16 floats.
@@ -265,7 +269,7 @@ impl Tiles {
     /// Packs rows of weights, `[row][lane]`, of at most 16 lanes.
     pub(super) fn pack_rows(&self, from: &[f32], lanes: usize, to: &mut [f32]) {
         let rows = from.len() / lanes;
-        assert!(lanes <= 16 && to.len() >= rows.div_ceil(self.values) * lanes);
+        assert!(lanes <= 16 && to.len() >= rows.div_ceil(self.values_per_unit) * lanes);
         // SAFETY: `from` has the rows, and `to` is large enough; `of` hands out tiles that this machine can run.
         unsafe { (self.pack_rows)(&WeightRows { from: from.as_ptr(), rows, lanes, to: to.as_mut_ptr() }) }
     }
@@ -281,8 +285,9 @@ macro_rules! when {
     };
 }
 
-/// Defines the tiles for one vector type and number format: functions that enable the instructions, and a table of them. The arguments
-/// say which tiles exist: `product [pictures: two four]` blocks (one block always), `outer [input channels: one two four]` blocks.
+/// Defines the tiles for one vector type and number format: functions that enable the instructions, and a table of them. `product
+/// [1: yes no]` are the tiles for 1 picture: the words say whether tiles of two and of four blocks exist (a tile of one block always
+/// exists). `outer [8: yes yes no]` are the tiles for 8 input channels, of one, two and four blocks.
 macro_rules! tiles {
     ($name:ident, $vector:ty, $format:ident, $(#[$feature:meta])?, group $group:literal,
      product [$($p:literal: $two:ident $four:ident),* $(,)?],
@@ -294,37 +299,37 @@ macro_rules! tiles {
             };
             $(#[$feature])?
             unsafe fn product_at<const P: usize, const V: usize, const PART: bool>(t: &Product<'_>) {
-                // SAFETY: the caller's promise; the function has the instructions of its vectors.
+                // SAFETY: the caller's promise; this function enables the instructions of the vector type.
                 unsafe { product::<$vector, $format, P, V, PART>(t) }
             }
             $(#[$feature])?
             unsafe fn outer_at<const I: usize, const V: usize>(t: &Outer<'_>) {
-                // SAFETY: the caller's promise; the function has the instructions of its vectors.
+                // SAFETY: the caller's promise; this function enables the instructions of the vector type.
                 unsafe { outer::<$vector, $format, I, V>(t) }
             }
             $(#[$feature])?
             unsafe fn pack_channels_of(t: &Pack) {
-                // SAFETY: the caller's promise; the function has the instructions of its vectors.
+                // SAFETY: the caller's promise; this function enables the instructions of the vector type.
                 unsafe { pack_channels::<$vector, $format>(t) }
             }
             $(#[$feature])?
             unsafe fn pack_pictures_of(t: &Pack) {
-                // SAFETY: the caller's promise; the function has the instructions of its vectors.
+                // SAFETY: the caller's promise; this function enables the instructions of the vector type.
                 unsafe { pack_pictures::<$vector, $format>(t) }
             }
             $(#[$feature])?
             unsafe fn pack_rows_of(t: &WeightRows) {
-                // SAFETY: the caller's promise; the function has the instructions of its vectors.
+                // SAFETY: the caller's promise; this function enables the instructions of the vector type.
                 unsafe { pack_rows::<$vector, $format>(t) }
             }
             $(#[$feature])?
             unsafe fn transpose_block(from: &[f32; 256], to: &mut [f32; 256]) {
-                // SAFETY: the function has the instructions of its vectors; the arrays are whole.
+                // SAFETY: this function enables the instructions of the vector type; both arrays have 16 x 16 floats.
                 unsafe { <$vector>::transpose(from, to) }
             }
             Tiles {
                 format: Format::$format,
-                values: <$format as Arithmetic<$vector>>::VALUES,
+                values_per_unit: <$format as Arithmetic<$vector>>::VALUES,
                 group: $group,
                 product: &[$([
                     Some(product_at::<$p, 1, false>),
@@ -365,7 +370,8 @@ mod plain {
 mod x86 {
     use super::super::vector::{Avx2, Avx512, Bfloat16, Float32};
 
-    // 16 registers of 8 floats: 6 x 2 sums, two weights, one broadcast.
+    // 16 registers of 8 floats; a block is two registers. Six pictures need 6 x 2 registers for sums, two for weights, and one for the
+    // broadcast input.
     tiles!(AVX2, Avx2, Float32, #[target_feature(enable = "avx2,fma")], group 6,
         product [1: no no, 2: no no, 3: no no, 4: no no, 5: no no, 6: no no],
         outer [1: yes no no, 3: yes no no, 4: yes no no, 6: yes no no]);

@@ -32,17 +32,18 @@ pub(super) trait Vector: Copy {
     unsafe fn prefetch(_line: *const f32) {}
 }
 
-/// How a unit, 32 bits of packed pictures or weights, stores values, and how units are multiplied. Sums are float32. The methods
-/// must be inlined like those of [`Vector`].
+/// A unit is 32 bits of packed pictures or weights. An implementation defines which values a unit has, and how units are multiplied. Sums
+/// are float32. The methods must be inlined like those of [`Vector`].
 ///
 /// # Safety
 /// The machine must support the instructions.
 pub(super) trait Arithmetic<S: Vector> {
     /// Number of values in a unit.
     const VALUES: usize;
-    /// Adds to each of the sixteen sums `to` the products of the values of one unit of `units` and of `by`.
+    /// For each lane: multiplies the values of the unit in `units` with the values of the unit in `by`, and adds the products to the sum in
+    /// `to`.
     unsafe fn multiply_add(units: S, by: S, to: S) -> S;
-    /// Units of consecutive values: those of `first`, then those of `second` if a unit has two values.
+    /// Packs consecutive values into units: the values of `first`, then, if a unit has two values, the values of `second`.
     unsafe fn consecutive(first: S, second: S) -> S;
     /// Units that each have a value of `first` and, if a unit has two values, the value in the same lane of `second`.
     unsafe fn pairs(first: S, second: S) -> S;
@@ -229,7 +230,7 @@ mod x86 {
                 for (row, from) in rows.iter_mut().zip(from.chunks_exact(16)) {
                     *row = _mm512_loadu_ps(from.as_ptr());
                 }
-                // Transposes 4 x 4 quads first; then exchanges quads, twice.
+                // First transposes each block of 4 x 4 floats. Two shuffles then move parts of 4 floats to their rows.
                 let mut quads = rows;
                 for i in (0..16).step_by(4) {
                     let [a, b, c, d] = [rows[i], rows[i + 1], rows[i + 2], rows[i + 3]];
@@ -264,7 +265,7 @@ mod x86 {
         }
     }
 
-    /// Uses AVX-512BW and AVX512-BF16. `vdpbf16ps` rounds after each product. In contrast to the implementation for `Plain`, it
+    /// Uses AVX-512BW and AVX512-BF16. `vdpbf16ps` rounds after it adds each product. In contrast to the implementation for `Plain`, it
     /// treats subnormal numbers as zero.
     impl Arithmetic<Avx512> for Bfloat16 {
         const VALUES: usize = 2;

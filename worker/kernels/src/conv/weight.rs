@@ -63,9 +63,9 @@ pub(super) fn gradient(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scr
     }
     let plane = s.out_h() * s.out_w();
     let tiles = scratch.tiles;
-    let group = (if plane <= PIXELS { PIXELS / plane } else { GROUP } * tiles.values).min(s.batch);
+    let group = (if plane <= PIXELS { PIXELS / plane } else { GROUP } * tiles.values_per_unit).min(s.batch);
     let pieces = scratch.plans.entry(*s).or_insert_with(|| {
-        let units = |pictures: usize| pictures.div_ceil(tiles.values);
+        let units = |pictures: usize| pictures.div_ceil(tiles.values_per_unit);
         let rows = (PIXELS / (s.out_w() * units(group))).clamp(1, s.out_h());
         Arc::new([group, s.batch % group].map(|group| pieces::divide(s, units(group), rows)))
     });
@@ -80,7 +80,7 @@ pub(super) fn gradient(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scr
 impl Plan<'_> {
     /// Number of units of `pictures`, which begin at a whole unit.
     fn units(&self, pictures: usize) -> usize {
-        pictures.div_ceil(self.tiles.values)
+        pictures.div_ceil(self.tiles.values_per_unit)
     }
 
     /// Every task computes some weights over all pixels.
@@ -194,7 +194,8 @@ impl Plan<'_> {
             * self.units(self.group);
         let count = self.pieces[0].len();
         let fits = |pieces: usize| {
-            let row_ends = self.pieces[0][..pieces].iter().map(|piece| piece.src.end.max(piece.rows.end));
+            let row_ends =
+                self.pieces[0][..pieces].iter().map(|piece| piece.input_rows.end.max(piece.output_rows.end));
             row_ends.max().unwrap_or(0) * row_units <= PACKED
         };
         let mut pieces_per_chunk = count;
@@ -221,7 +222,10 @@ impl Plan<'_> {
     fn rows(&self, chunk: &Chunk) -> (Range<usize>, Range<usize>) {
         let pieces = self.pieces_of(chunk);
         let (first, last) = (&pieces[0], &pieces[pieces.len() - 1]);
-        (first.src.start..last.src.end.max(first.src.end), first.rows.start..last.rows.end)
+        (
+            first.input_rows.start..last.input_rows.end.max(first.input_rows.end),
+            first.output_rows.start..last.output_rows.end,
+        )
     }
 
     /// Adds a chunk's part of the gradient of one block of a group's input channels and one panel. Unless `add`, the
@@ -256,8 +260,8 @@ impl Plan<'_> {
                     let (tile_channels, tile) = self.tiles.outer(in_channels - channel, panel.len());
                     let first =
                         panel.start * LANES * taps * in_c + (tap * in_c + in_block * LANES + channel) * lanes;
-                    let x = (x_block * src.len() + piece.src.start.saturating_sub(src.start)) * x_row;
-                    let dy = (panel.start * rows.len() + piece.rows.start - rows.start) * dy_row;
+                    let x = (x_block * src.len() + piece.input_rows.start.saturating_sub(src.start)) * x_row;
+                    let dy = (panel.start * rows.len() + piece.output_rows.start - rows.start) * dy_row;
                     // SAFETY: the runs are inside the piece's rows, which are packed; the weights are
                     // inside `dw`.
                     unsafe {
@@ -298,19 +302,19 @@ fn pack(
     to: &mut [f32],
 ) {
     let pixels = rows.len() * width;
-    let units = pictures.len().div_ceil(tiles.values);
+    let units = pictures.len().div_ceil(tiles.values_per_unit);
     assert!(to.len() >= pixels * channels.next_multiple_of(LANES) * units);
     let rows_of = |picture: usize| {
         let first = (picture * height + rows.start) * width * channels;
         from[first..first + pixels * channels].as_ptr()
     };
-    for (index, picture) in pictures.clone().step_by(tiles.values).enumerate() {
-        let second = (tiles.values > 1 && picture + 1 < pictures.end).then(|| rows_of(picture + 1));
+    for (index, picture) in pictures.clone().step_by(tiles.values_per_unit).enumerate() {
+        let second = (tiles.values_per_unit > 1 && picture + 1 < pictures.end).then(|| rows_of(picture + 1));
         // SAFETY: both pictures have the pixels, and `to` is large enough, as checked above.
         unsafe {
             tiles.pack_pictures(&Pack {
                 from: rows_of(picture),
-                second,
+                second_picture: second,
                 pixels,
                 channels,
                 to: to.as_mut_ptr().add(index * LANES),

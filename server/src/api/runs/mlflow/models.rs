@@ -1,5 +1,5 @@
-//! Logged models of MLflow 3 (`LoggedModel` in `mlflow/protos/service.proto`). A logged model is a folder of its run's files, like a model
-//! of MLflow 2. The model's id is `m-`, the run's id, `-` and the folder's name. The model's parameters and tags are not stored.
+//! Logged models of MLflow 3 (`LoggedModel` in `mlflow/protos/service.proto`). A logged model is a folder among the files of its run,
+//! as in MLflow 2. The model's id is `m-<run id>-<folder name>`. The model's parameters and tags are not stored.
 
 use super::{
     CallState, Parameters, Result, artifacts, check_may_change, experiment_id, find_run, invalid, refuse,
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 pub(super) const PREFIX: &str = "logged-models/";
 const DEFAULT_NAME: &str = "model";
 
-fn model(job: &Job, name: &str) -> Value {
+fn model_json(job: &Job, name: &str) -> Value {
     let (id, at) = (format!("m-{}-{name}", job.id), job.created_at.as_millisecond());
     json!({"model": {"info": {
         "model_id": id, "experiment_id": experiment_id(&job.project), "name": name, "source_run_id": job.id, "status": "LOGGED_MODEL_READY",
@@ -39,11 +39,11 @@ impl CallState {
                 "a model cannot have the name {name:?}: the name must be valid for the folder of the model's files"
             )));
         }
-        Ok(model(&job, name))
+        Ok(model_json(&job, name))
     }
 
     /// Handles a call for a model. `address` begins with the model's id.
-    pub(super) async fn model(&self, method: &Method, address: &str) -> Result<Value> {
+    pub(super) async fn handle_model_call(&self, method: &Method, address: &str) -> Result<Value> {
         let decoded = percent_decode_str(address).decode_utf8_lossy().into_owned();
         let (id, part) = decoded.split_once('/').unwrap_or((decoded.as_str(), ""));
         let Some((run, name)) = id.strip_prefix("m-").and_then(|rest| rest.split_once('-')) else {
@@ -56,7 +56,7 @@ impl CallState {
         let part = part.split('/').next().unwrap_or_default();
         match (method.as_str(), part) {
             // PATCH says that all files are uploaded.
-            ("GET" | "PATCH", "") => Ok(model(&job, name)),
+            ("GET" | "PATCH", "") => Ok(model_json(&job, name)),
             ("DELETE", "") => {
                 let files = files::run_files(&self.scheduler.config, &job.id);
                 match files::remove_path(files, name.to_owned()).await {

@@ -145,8 +145,8 @@ pub(super) unsafe fn product<const V: usize>(t: &Product<'_>) {
         }
         clear_sums();
         for tap in t.taps {
-            let mut x = t.x.add(tap.position as usize * t.line * t.pictures);
-            let mut w = t.w.add(tap.tap as usize * t.units * lanes);
+            let mut x = t.x.add(tap.position as usize * t.units_per_position * t.pictures);
+            let mut w = t.w.add(tap.offset as usize * t.units * lanes);
             for _ in 0..t.units / 16 {
                 multiply_add!(V, "tmm4", "tmm5", x, w, lanes * 4, t.w_block);
                 x = x.add(t.pictures * 16);

@@ -49,8 +49,8 @@ pub(super) unsafe fn product<
         }
         let mut sum = [[S::zero(); V]; P];
         for tap in t.taps {
-            let mut x = t.x.add(tap.position as usize * t.line * P);
-            let mut w = t.w.add(tap.tap as usize * t.units * lanes);
+            let mut x = t.x.add(tap.position as usize * t.units_per_position * P);
+            let mut w = t.w.add(tap.offset as usize * t.units * lanes);
             for _ in 0..t.units / 16 {
                 let end = x.add(16);
                 while x < end {
@@ -213,7 +213,7 @@ pub(super) unsafe fn pack_pictures<S: Vector, A: Arithmetic<S>>(t: &Pack) {
         let (full, rest) = (t.channels / 16, t.channels % 16);
         for pixel in 0..t.pixels {
             let from = t.from.add(pixel * t.channels);
-            let second = t.second.map(|second| second.add(pixel * t.channels));
+            let second = t.second_picture.map(|second| second.add(pixel * t.channels));
             let to = t.to.add(pixel * t.to_pixel);
             for block in 0..full {
                 let second = match second {

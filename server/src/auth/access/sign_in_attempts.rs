@@ -1,10 +1,10 @@
 //! Attempts to sign in that failed, counted by address and by name.
 //!
-//! A correct token or code is always accepted, so failures of others behind the same address lock nobody out. The limit only slows
-//! down guessing, and limits the log lines of guessing.
+//! A correct token or code is accepted even above the limit, so failures of others behind the same address lock nobody out. Above the
+//! limit, a failure is answered 429 instead of 401, which slows down guessing and limits its log lines.
 //!
 //! A password is expensive to check and may be guessed from many addresses. An attempt with a password is therefore counted before the
-//! check, and refused without a check beyond the limit. An address from which the person has signed in before (since the server's
+//! check. Above the limit, it is refused unchecked, and so is a sign-in with OpenID Connect. An address from which the person has signed in before (since the server's
 //! start) has its own counter, so guessing elsewhere does not lock the person out.
 
 use crate::{
@@ -30,7 +30,7 @@ const MAX_ADDRESSES: usize = 10_000;
 const MAX_NAMES: usize = 10_000;
 
 #[derive(Debug, Default)]
-pub(crate) struct Attempts(Mutex<Counters>);
+pub(crate) struct SignInAttempts(Mutex<Counters>);
 
 type Counts<K> = HashMap<K, Counter>;
 
@@ -55,8 +55,8 @@ struct Counters {
     familiar: Counts<(String, IpAddr)>,
 }
 
-/// The time until a counter is reset, if it is full.
-fn wait_if_full<K: Hash + Eq>(counts: &Counts<K>, key: &K, max: u32) -> Option<Duration> {
+/// The time until a counter is reset. `None` if it is not full.
+fn time_until_reset<K: Hash + Eq>(counts: &Counts<K>, key: &K, max: u32) -> Option<Duration> {
     let Counter { count, since } = counts.get(key)?;
     let wait = WINDOW.checked_sub(since.elapsed()).filter(|wait| !wait.is_zero())?;
     (*count >= max).then_some(wait)
@@ -100,7 +100,7 @@ impl Counters {
     }
 }
 
-impl Attempts {
+impl SignInAttempts {
     fn counters(&self) -> std::sync::MutexGuard<'_, Counters> {
         lock(&self.0)
     }
@@ -117,16 +117,16 @@ impl Attempts {
         if count <= MAX_FAILURES { Ok(()) } else { Err(WINDOW.saturating_sub(since.elapsed())) }
     }
 
-    /// Counts an attempt before it is made. If it does not fail, [`Attempts::uncount_attempt`] must follow.
+    /// Counts a sign-in with OpenID Connect before it is made. After a success, the caller calls [`SignInAttempts::uncount_attempt`].
     ///
     /// # Errors
     /// Too many attempts have failed. The error is the time to wait.
     pub(crate) fn count_attempt(&self, from: IpAddr) -> Result<(), Duration> {
-        wait_if_full(&self.counters().addresses, &client_key(from), MAX_FAILURES).map_or(Ok(()), Err)?;
+        time_until_reset(&self.counters().addresses, &client_key(from), MAX_FAILURES).map_or(Ok(()), Err)?;
         self.count_failure(from)
     }
 
-    /// Uncounts the last attempt of an address, because the attempt did not fail.
+    /// Takes back [`SignInAttempts::count_attempt`], because the sign-in did not fail.
     pub(crate) fn uncount_attempt(&self, from: IpAddr) {
         uncount(&mut self.counters().addresses, &client_key(from));
     }
@@ -141,7 +141,7 @@ impl Attempts {
         let from = client_key(from);
         let pair = (name.to_owned(), from);
         if counters.familiar.contains_key(&pair) {
-            if let Some(wait) = wait_if_full(&counters.familiar, &pair, MAX_FAILURES) {
+            if let Some(wait) = time_until_reset(&counters.familiar, &pair, MAX_FAILURES) {
                 return Err(wait);
             }
             add(&mut counters.familiar, pair);
@@ -149,8 +149,8 @@ impl Attempts {
         }
         counters.make_room(from)?;
         let waits = [
-            wait_if_full(&counters.addresses, &from, MAX_FAILURES),
-            wait_if_full(&counters.names, &pair.0, MAX_FAILURES_OF_A_NAME),
+            time_until_reset(&counters.addresses, &from, MAX_FAILURES),
+            time_until_reset(&counters.names, &pair.0, MAX_FAILURES_OF_A_NAME),
         ];
         if let Some(wait) = waits.into_iter().flatten().max() {
             return Err(wait);
@@ -163,7 +163,7 @@ impl Attempts {
         Ok(false)
     }
 
-    /// Uncounts the last attempt, because its password was correct, and remembers the address as familiar.
+    /// Takes back [`SignInAttempts::count_password_attempt`], because the password was correct, and remembers the address as familiar.
     pub(super) fn note_success(&self, name: &str, from: IpAddr) {
         self.uncount_password_attempt(name, from);
         let mut counters = self.counters();
@@ -174,7 +174,7 @@ impl Attempts {
         }
     }
 
-    /// Uncounts the last attempt, because its password was not checked.
+    /// Takes back [`SignInAttempts::count_password_attempt`], because the password was correct or was not checked.
     pub(super) fn uncount_password_attempt(&self, name: &str, from: IpAddr) {
         let mut counters = self.counters();
         let from = client_key(from);
@@ -194,7 +194,7 @@ mod tests {
 
     #[test]
     fn each_address_may_fail_ten_times_a_minute() {
-        let attempts = Attempts::default();
+        let attempts = SignInAttempts::default();
         let (here, there): (IpAddr, IpAddr) = ([127, 0, 0, 1].into(), [10, 0, 0, 1].into());
         for _ in 0..MAX_FAILURES {
             assert_eq!(attempts.count_failure(here), Ok(()));
@@ -211,7 +211,7 @@ mod tests {
 
     #[test]
     fn the_number_of_remembered_addresses_is_limited() {
-        let attempts = Attempts::default();
+        let attempts = SignInAttempts::default();
         for n in 0..MAX_ADDRESSES as u32 {
             assert_eq!(attempts.count_failure(IpAddr::from(n.to_be_bytes())), Ok(()));
         }
@@ -221,7 +221,7 @@ mod tests {
 
     #[test]
     fn guesses_of_a_name_from_many_addresses_are_limited() {
-        let attempts = Attempts::default();
+        let attempts = SignInAttempts::default();
         let address = |n: u32| IpAddr::from((0x0a00_0000 + n).to_be_bytes());
         for n in 0..MAX_FAILURES_OF_A_NAME {
             assert_eq!(attempts.count_password_attempt("ada", address(n)), Ok(false), "{n}");
@@ -243,7 +243,7 @@ mod tests {
 
     #[test]
     fn guesses_of_others_do_not_lock_out_known_addresses() {
-        let attempts = Attempts::default();
+        let attempts = SignInAttempts::default();
         let (office, elsewhere): (IpAddr, IpAddr) = ([10, 0, 0, 1].into(), [10, 0, 0, 2].into());
         for n in 0..100 {
             assert_eq!(
@@ -269,7 +269,7 @@ mod tests {
         }
         assert!(
             attempts.count_password_attempt("ada", office).is_err(),
-            "ten guesses are allowed there, too"
+            "a familiar address has a limit of ten, too"
         );
         attempts.uncount_password_attempt("ada", office);
         assert_eq!(
@@ -281,7 +281,7 @@ mod tests {
 
     #[test]
     fn the_number_of_remembered_names_is_limited() {
-        let attempts = Attempts::default();
+        let attempts = SignInAttempts::default();
         for n in 0..=MAX_NAMES as u32 {
             let from = IpAddr::from((n / 5).to_be_bytes());
             assert_eq!(attempts.count_password_attempt(&format!("n{n}"), from), Ok(false));

@@ -28,7 +28,7 @@ describe("a new server", () => {
     assert.match(await page.locator('[data-dataset="fashion-mnist"]').innerText(), /8,000/);
     const [inspection] = await Promise.all([page.waitForResponse((r) => r.url().includes("/fashion-mnist/inspect?") && r.status() !== 202), page.getByRole("button", { name: "Inspect again" }).click()]);
     assert.equal(inspection.status(), 200);
-    await until("the page is read again", async () => /8,000/.test(await page.locator('[data-dataset="fashion-mnist"]').innerText()));
+    await until("the page shows the new inspection", async () => /8,000/.test(await page.locator('[data-dataset="fashion-mnist"]').innerText()));
     // Removes the dataset for the following tests.
     await until("a click opens the confirmation dialog", async () => {
       if (await page.locator("#confirm").isVisible()) return true;
@@ -57,9 +57,9 @@ describe("a new server", () => {
     await page.end();
   });
 
-  test("fills presets with a dataset of another name", async () => {
+  test("keeps the chosen dataset in a preset whose own dataset is not registered", async () => {
     const { datasets: [dataset] } = await server.ask("/datasets");
-    // No job uses the dataset.
+    // The dataset can be removed, because the only job that used it has ended.
     await server.ask(`/datasets/${dataset.name}`, undefined, "DELETE");
     await server.ask("/datasets", { name: "clothes", path: dataset.path });
     const page = await browser.page(server, "/jobs/new");
@@ -101,7 +101,7 @@ describe("errors", () => {
     await page.end();
   });
 
-  test("of a fork name the keys", async () => {
+  test("of a fork say which keys are invalid", async () => {
     const { jobs: [job] } = await server.ask("/jobs");
     const page = await browser.page(server, `/jobs/${job.id}`, { expectedErrors: [/422|400/] });
     await page.locator("#fork").click();
@@ -149,7 +149,7 @@ describe("buttons and keys", () => {
   });
 });
 
-test("the delay of a page is announced once, not every second", async () => {
+test("a page that falls behind announces it once, not every second", async () => {
   const page = await browser.page(server, "/machines");
   await untilLive(page);
   const announced = await page.evaluate(async () => {

@@ -272,7 +272,7 @@ function showPlan(response) {
   const ofSteps = !trials ? "steps in all" : swept.some((key) => STEP_COUNT_KEYS.test(key)) ? "steps in the first trial" : "steps each";
   if (total_steps) parts.push(`${response.spec?.train.steps ? "" : about}${count(total_steps)} ${ofSteps}`);
   if (estimate) parts.push(`about ${duration(estimate.secs)} of training${trials ? " for the first trial" : ""}, as fast as the job "${estimate.name}"`);
-  else if (response) parts.push("time unknown until a job with this network, image size, batch size and number of ranks has trained 20 steps; after you submit it, its page shows the time left");
+  else if (response) parts.push("time unknown until a job with this network, image size, batch size and number of ranks has trained 20 steps; the page of the submitted job shows the time left");
   const split = data?.validation, field = fieldOf(DATASET_DEFAULT);
   // If the dataset lacks the default split, the server chooses another split.
   if (split && String(split) !== effectiveValue(field)) parts.push(`measured by ${split}`);

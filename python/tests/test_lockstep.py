@@ -318,7 +318,7 @@ def test_examples_of_the_documents_run_unchanged() -> None:
         example("docs/python.md", "job.predict"),
         example("docs/python.md", "lockstep.Client()"),
         example("docs/python.md", "asyncio"),
-        example("README.md", "lockstep.submit"),
+        example("docs/getting-started.md", "lockstep.submit"),
     ):
         exec(compile(text, "an example", "exec"), names)
     assert Path("model.safetensors").stat().st_size > 1e6

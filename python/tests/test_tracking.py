@@ -349,7 +349,7 @@ def test_finish_prints_the_sync_command_if_the_server_stays_unreachable(
     run.log({"x": 2.0})
     run.finish()
     errors = capsys.readouterr().err
-    command = errors.strip().rpartition("send it by: ")[2]
+    command = errors.strip().rpartition("Send the rest by: ")[2]
     assert command == f"python -m lockstep sync {run.dir}" and errors.count("HTTP status 503") == 1, errors
     server.is_down = False
     # The thread of `run` may have sent the record before the command does.

@@ -446,8 +446,8 @@ impl Api {
             .map_or_else(
                 || {
                     format!(
-                        "the server answered {status} without an explanation: {} is perhaps another program, or a proxy \
-                         that does not reach the Lockstep server; check LOCKSTEP_SERVER or --server",
+                        "the server answered {status} without an explanation: the program at {} may not be Lockstep, or is a \
+                         proxy that cannot reach the Lockstep server; check --server or LOCKSTEP_SERVER",
                         self.base
                     )
                 },

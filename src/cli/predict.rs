@@ -67,7 +67,7 @@ pub(crate) struct Args {
 fn expand_folder(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let failed = |detail: String| usage_error(format!("{}: {detail}", path.display()));
     if path == Path::new("-") {
-        return Err(failed("name the standard input /dev/stdin".into()));
+        return Err(usage_error("to read a picture from standard input, give /dev/stdin"));
     }
     if ["http:", "https:"].iter().any(|scheme| path.starts_with(scheme)) {
         return Err(failed("pictures must be files: download the picture first".into()));

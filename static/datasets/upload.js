@@ -42,7 +42,7 @@ export function offerUpload(form) {
     showErrors([...(name ? [] : [{ pointer: "/name", detail: "Give the dataset a name." }]), ...(file ? [] : [{ pointer: "/file", detail: "Choose a zip file first." }])]);
     if (!file || !name) return;
     // Every zip file begins with these letters.
-    if ((await file.slice(0, 2).text()) !== "PK") return showErrors([{ pointer: "/file", detail: `${file.name} is not a zip file. A zip file needs a folder of pictures for each class, such as cat/1.jpg and dog/1.jpg.` }]);
+    if ((await file.slice(0, 2).text()) !== "PK") return showErrors([{ pointer: "/file", detail: `${file.name} is not a zip file. Pack a folder that has one folder of pictures for each class, such as cat/1.jpg and dog/1.jpg, into a zip file.` }]);
     const path = `/api/v1/datasets/uploads/${encodeURIComponent(name)}`;
     button.disabled = true;
     bar.hidden = false;

@@ -258,7 +258,7 @@ describe("data", () => {
     await zipFile.waitFor();  // The form is hidden until its script runs, and a file can be set in a hidden form.
     await zipFile.setInputFiles(pictures[0].file);
     await page.getByRole("button", { name: "Upload", exact: true }).click();
-    await until("the mistake is shown beside the file", async () => /is not a zip file\. A zip file needs a folder/.test(await page.locator("#u-file-error").textContent()));
+    await until("the mistake is shown beside the file", async () => /is not a zip file\. Pack a folder/.test(await page.locator("#u-file-error").textContent()));
     await page.getByLabel("Name of the dataset").fill("");
     await zipFile.setInputFiles(join(dir, "photos.zip"));
     assert.equal(await page.getByLabel("Name of the dataset").inputValue(), "photos");

@@ -175,7 +175,7 @@ async fn init_writes_a_file_for_train_and_submit() {
         (&["predict", picture, "runs"], &["no job is given", &right_line]),
         (&["predict", &id, "empty"], &["empty: has no pictures; give the folder"]),
         (&["predict", &id, "runs"], &["has no pictures directly in it", "`runs/*/*`"]),
-        (&["predict", &id, "-"], &["-: name the standard input /dev/stdin"]),
+        (&["predict", &id, "-"], &["to read a picture from standard input, give /dev/stdin"]),
         (&["predict", &id, "https://x.org/a.png"], &["pictures must be files: download the picture"]),
         (&["init", "empty"], &["the folder is empty"]),
         (&["predict", &id], &["no picture is given", "lockstep predict JOB shoe.png"]),

@@ -126,8 +126,11 @@ impl SubmitPage {
         let about = |p: &Preset| {
             let lacks_cifar10 =
                 p.values.contains(&("data.dataset", "cifar10")) && p.dataset(&self.datasets).is_none();
-            let first =
-                if lacks_cifar10 { "; first run lockstep dataset get cifar10 in a terminal" } else { "" };
+            let first = if lacks_cifar10 {
+                "; first run “lockstep dataset get cifar10” in a terminal"
+            } else {
+                ""
+            };
             format!("{}{first}", p.about)
         };
         PRESETS.iter().map(|p| (p.key, p.title, about(p), values(p))).collect()

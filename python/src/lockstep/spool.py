@@ -198,6 +198,7 @@ class Sender:
     def add_unwritten(self, lines: bytes, run: Json) -> None:
         """Adds the last records of a run and its `run.json`, which cannot be written to the folder."""
         if self._run is None:
+            self._file.close()
             self._file = io.BytesIO((self.path / RECORDS).read_bytes() + lines)
             self._next_number, self._run = 1, run
 

@@ -471,7 +471,7 @@ class Run:
             if (self._sender_thread.is_alive() or self._failure is not None) and not is_deleted:
                 # The thread has written the reason.
                 lost = "the values that its folder lacks are lost" if self._is_unwritten() else "nothing is lost"
-                say(f"run {self.id} was not sent completely; {lost}, send it by: {command}")
+                say(f"run {self.id} was not sent completely; {lost}. Send the rest by: {command}")
             if self._sender_thread.is_alive():
                 return
         self._spool.close()

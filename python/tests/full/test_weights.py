@@ -38,19 +38,19 @@ def assert_predicts(job: lockstep.Job, logits: Any, path: str) -> None:
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_torchvision_loads_the_model_of_the_readme() -> None:
+def test_torchvision_loads_the_model_of_getting_started() -> None:
     with zipfile.ZipFile("cifar10.zip", "w") as archive:
         for split in ("train", "test"):
             for number in range(40):
                 torchvision.utils.save_image(torch.rand(3, 32, 32), "picture.png")
                 archive.write("picture.png", f"{split}/{number % 10}/{number}.png")
     lockstep.Client().upload("cifar10", "cifar10.zip")
-    [toml] = [toml for toml in blocks("README.md", "toml") if toml.startswith("# job.toml")]
+    [toml] = [toml for toml in blocks("docs/getting-started.md", "toml") if toml.startswith("# job.toml")]
     small = re.sub(r"epochs = \d+", "epochs = 1", toml)
     Path("job.toml").write_text(re.sub(r"batch_size = \d+", "batch_size = 20", small))
     names: dict[str, Any] = {}
-    exec(example("README.md", "lockstep.submit"), names)
-    exec(example("README.md", "torchvision"), names)
+    exec(example("docs/getting-started.md", "lockstep.submit"), names)
+    exec(example("docs/getting-started.md", "torchvision"), names)
     about = safe_open("model.safetensors", "pt").metadata()
     mean, std = (torch.tensor(json.loads(about[key])).view(1, -1, 1, 1) for key in ("mean", "std"))
     logits = names["model"].eval()((picture("picture.png", 3) - mean) / std)

@@ -75,7 +75,8 @@ impl LastPlan {
             && let Some(failure) = &lock(&self.0).store_failure
         {
             job.reason = Some(format!(
-                "the server cannot store what the job reports: {failure}. The job continues; its values here are from before"
+                "the server cannot store what the job reports: {failure}. The job continues; the values shown are older than this failure. Repair \
+                 the database, or free space on its disk"
             ));
             job.eta_secs = None;
         }

@@ -763,7 +763,7 @@ mod tests {
             (WaitingForSlots(two.clone()), "waits for 4 slots: 1 of 4 on 2 machines free"),
             (WaitingForSlots(one.clone()), "waits for 4 slots"),
             (TooFewSlots(two.clone()), "needs 4 slots; 2 online machines have 4 in all, 1 of them free"),
-            (TooFewSlots(one), "needs 4 slots; the only online machine for it, \"a\", has 4"),
+            (TooFewSlots(one), "needs 4 slots; the largest online machine, \"a\", has 4"),
         ] {
             assert_eq!(kind.to_string(), format!("{message}{machines}"));
         }

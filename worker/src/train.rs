@@ -47,6 +47,7 @@ use parts::Parts;
 use plan::RunPlan;
 use std::{
     collections::{BTreeMap, VecDeque},
+    panic::resume_unwind,
     path::Path,
     sync::{
         Arc,
@@ -148,12 +149,20 @@ fn train_with<'a>(
     let precision = start::choose_precision(training)?;
     let plan = RunPlan::new(training, &data.shape, network, precision)?;
     let generation = 0;
-    let mut engine = build_engine(training, &plan, generation)?;
+    // Rank 0 reads the checkpoint while its engine is built.
+    let (engine, loaded) = std::thread::scope(|scope| {
+        let folder = training.resume.filter(|_| training.is_first());
+        let loading = folder.map(|folder| scope.spawn(|| start::load_newest_valid(training, folder)));
+        let engine = build_engine(training, &plan, generation);
+        let loaded = loading.map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        (engine, loaded.transpose())
+    });
+    let mut engine = engine?;
     data.set_format(engine.take_data(&data)?);
     let decoder_line = decoder::choose_decoder(training, engine.precision(), &mut data)?;
     training.log(decoder_line);
     throughput.set_device(engine.device_name());
-    let beginning = start::initialize(training, &plan, &data, engine.as_mut())?;
+    let beginning = start::initialize(training, &plan, &data, engine.as_mut(), loaded?)?;
     training.log(&beginning.notes);
     training.log(plan.describe(&spec, &data.shape, engine.as_ref()));
     training.progress.store(beginning.step, Ordering::Relaxed);

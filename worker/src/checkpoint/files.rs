@@ -6,6 +6,7 @@ use super::{
     unverified_state, validate,
 };
 use lockstep_protocol::{checkpoint_files, fault};
+use rayon::prelude::*;
 use std::{
     collections::BTreeMap,
     fs::{self, File},
@@ -69,8 +70,7 @@ pub fn write_part(
     let model = Some((MODEL, &snapshot.parameters, batches, &snapshot.metadata));
     let average = snapshot.average.as_ref().map(|average| (AVERAGE, average, batches, &snapshot.metadata));
     let optimizer = Some((OPTIMIZER, &snapshot.optimizer, None, &BTreeMap::new()));
-    let mut files = Files::new();
-    for (kind, tensors, batches, metadata) in [model, average, optimizer].into_iter().flatten() {
+    let write_file = |(kind, tensors, batches, metadata)| {
         let name = match part {
             Some((number, count)) if kind != AVERAGE || divides_average => {
                 checkpoint_files::part_name(kind, number, count)
@@ -79,9 +79,9 @@ pub fn write_part(
         };
         let path = folder.join(&name);
         let file = with_fault_point(kind, &path, tensors::write(&path, tensors, batches, metadata))?;
-        files.insert(name, file);
-    }
-    Ok(files)
+        Ok((name, file))
+    };
+    [model, average, optimizer].into_par_iter().flatten().map(write_file).collect()
 }
 
 /// Completes the checkpoint whose parts are in `temporary`. `files` lists the files of all ranks. The result and `best` are as in

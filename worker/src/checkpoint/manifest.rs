@@ -3,6 +3,7 @@
 use super::{CheckpointError, MANIFEST, STATE, folders::name_of};
 pub use lockstep_protocol::checkpoint_files::{Files, Manifest, ManifestFile};
 use lockstep_protocol::{checkpoint_files, limits::STATE_FILE_BYTES};
+use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use std::{
     fs::{self, File},
@@ -23,13 +24,13 @@ pub(super) fn size_of(folder: &Path, manifest: &Manifest) -> u64 {
 /// [`CheckpointError::Io`]: a file cannot be read now, and the checkpoint may be intact.
 pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
     let (name, manifest) = read_manifest(folder)?;
-    for (file, expected) in &manifest.files {
+    manifest.files.par_iter().try_for_each(|(file, expected)| {
         if Path::new(file).file_name() != Some(file.as_ref()) {
             let detail = format!("{MANIFEST} names {file:?}, which is not a plain file name");
-            return Err(CheckpointError::Damaged { name, detail });
+            return Err(CheckpointError::Damaged { name: name.clone(), detail });
         }
-        check_file(folder, &name, file, expected)?;
-    }
+        check_file(folder, &name, file, expected)
+    })?;
     Ok(manifest)
 }
 

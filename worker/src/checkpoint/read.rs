@@ -28,11 +28,8 @@ pub fn load(folder: &Path) -> Result<LoadedCheckpoint, CheckpointError> {
     validate(folder)?;
     let name = name_of(folder);
     let tensors = |kind| read_tensors(folder, &name, kind);
-    Ok(LoadedCheckpoint {
-        state: read_state(folder, &name)?,
-        parameters: tensors(MODEL)?,
-        optimizer: tensors(OPTIMIZER)?,
-    })
+    let (parameters, optimizer) = rayon::join(|| tensors(MODEL), || tensors(OPTIMIZER));
+    Ok(LoadedCheckpoint { state: read_state(folder, &name)?, parameters: parameters?, optimizer: optimizer? })
 }
 
 /// Reads the tensors of `kind` of the checkpoint `name` in `folder`.

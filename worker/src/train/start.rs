@@ -36,6 +36,9 @@ use std::path::{Path, PathBuf};
 /// Maximum number of pictures whose patches determine the filters of a whitening convolution.
 const MAX_WHITENING_PICTURES: u64 = 2000;
 
+/// A checkpoint from which a run continues, and its folder.
+pub(super) type NewestCheckpoint = (PathBuf, checkpoint::LoadedCheckpoint);
+
 /// The state in which a run begins.
 #[derive(Default)]
 pub(super) struct InitialState {
@@ -73,16 +76,17 @@ pub(super) fn choose_precision(training: &Training<'_>) -> Result<Precision, Tra
     Ok(if broadcast_json(training.group.as_ref(), has_left_float16)? { Precision::Bf16 } else { requested })
 }
 
-/// Sets the engine's initial state: new weights, pretrained weights, or a checkpoint. If the network is split
+/// Sets the engine's initial state: new weights, pretrained weights, or a checkpoint, which rank 0 has `loaded`. If the network is split
 /// among ranks, each rank gets its part. Otherwise, all ranks get the same weights.
 pub(super) fn initialize(
     training: &Training<'_>,
     plan: &RunPlan,
     data: &DataSource,
     engine: &mut dyn Engine,
+    loaded: Option<NewestCheckpoint>,
 ) -> Result<InitialState, TrainError> {
     if let Some(folder) = training.resume {
-        return resume(training, plan, data, engine, folder);
+        return resume(training, plan, data, engine, folder, loaded);
     }
     let pretrained = training.spec.model.pretrained.as_deref();
     let path = pretrained.filter(|_| training.is_first()).map(pretrained::find).transpose()?;
@@ -191,13 +195,13 @@ fn resume(
     data: &DataSource,
     engine: &mut dyn Engine,
     folder: &Path,
+    loaded: Option<NewestCheckpoint>,
 ) -> Result<InitialState, TrainError> {
     let shape = &data.shape;
     let group = training.group.as_ref();
     let distribution = distribution(training, plan)?;
     let (mut state, mut parameters, mut optimizer, mut average) = (None, None, None, None);
-    if training.is_first() {
-        let (path, loaded) = load_newest_valid(training, folder)?;
+    if let Some((path, loaded)) = loaded {
         check_compatible(training, &path, &shape.classes, &loaded.parameters, &distribution.parameters())?;
         if training.spec.train.ema_decay > 0.0 {
             average = checkpoint::load_average(&path)?;
@@ -376,10 +380,10 @@ fn describe_trained_validation(
 
 /// Loads the checkpoint in `folder`, or the newest complete checkpoint before it. A damaged checkpoint is set aside and
 /// reported. If no checkpoint is left, the run fails, because the user must decide whether to start again.
-fn load_newest_valid(
+pub(super) fn load_newest_valid(
     training: &Training<'_>,
     folder: &Path,
-) -> Result<(PathBuf, checkpoint::LoadedCheckpoint), TrainError> {
+) -> Result<NewestCheckpoint, TrainError> {
     let requested = folder.file_name().and_then(|n| n.to_str()).and_then(checkpoint::parse_folder_name);
     let Some((epoch, step)) = requested.filter(|_| folder.parent() == Some(training.checkpoints)) else {
         // The user's own folder, given on the command line.

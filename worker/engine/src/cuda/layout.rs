@@ -17,6 +17,7 @@ use crate::{
     sharding::Share,
 };
 use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
+use rayon::prelude::*;
 use std::{collections::BTreeMap, ops::Range};
 
 /// Alignment of parameters, in values: 16 bytes in any type, and whole tiles of the optimizer.
@@ -320,14 +321,14 @@ impl Layout {
     /// Converts a flat buffer to torchvision's layout. `optimizer_slot` is the optimizer's state that the buffer contains (such as
     /// `exp_avg`); `None` if it contains the parameters.
     pub(super) fn export(&self, optimizer_slot: Option<&str>, flat: &[f32], into: &mut NamedTensors) {
-        for parameter in &self.parameters {
+        into.par_extend(self.parameters.par_iter().map(|parameter| {
             let gpu_values = &flat[parameter.range.clone()];
             // A convolution's weights are then put into torchvision's order.
             let mut values = gpu_values[..parameter.unpadded_len()].to_vec();
             parameter.for_each_index(|oihw, gpu| values[oihw] = gpu_values[gpu]);
             let name = tensor_name(&parameter.name, optimizer_slot);
-            into.insert(name, HostTensor { shape: parameter.shape.clone(), values });
-        }
+            (name, HostTensor { shape: parameter.shape.clone(), values })
+        }));
     }
 
     /// Number of values of a buffer for [`Layout::import`].

@@ -5,7 +5,7 @@
 //! it. Every emission of a list uses the same memory, so a list can be launched directly or captured and replayed.
 
 use super::{
-    arena::{Allocation, Arena},
+    arena::Arena,
     command::{Collective, Command, Content, Kernel, Operand, Part, Region, StreamId, UPDATING, verify},
     convolution::{Convolution, Direction, Tensors},
     device::{Buffer, Device, Event, OwnedStream, Ptr, Stream},

@@ -30,21 +30,21 @@ type Messages = Vec<(u32, Operand)>;
 #[derive(Debug, Clone, Copy)]
 enum Gradient {
     /// The gradient of every value.
-    Whole(Allocation),
+    Whole(Operand),
     /// The gradient of the mean over all pixels.
-    Pooled(Allocation),
+    Pooled(Operand),
     /// The gradient `dy` of the output of a 1x1 convolution with `outputs` channels, which reads the activation. The kernel of the batch
     /// norm before the convolution computes the convolution's dgrad.
-    ThroughConv { dy: Allocation, weights: Operand, outputs: usize },
+    ThroughConv { dy: Operand, weights: Operand, outputs: usize },
     /// The gradient of a ReLU's input. The sums of the batch norm before the ReLU are already computed.
-    Summed(Allocation),
+    Summed(Operand),
     /// The gradient `g` of the output of the batch norm with index `norm`, and the batch norm's input `x`. The sums over `g` are already
     /// computed. The backward pass of the convolution before the batch norm computes the gradient of `x` from them.
-    Deferred { g: Allocation, x: Allocation, norm: usize },
+    Deferred { g: Operand, x: Operand, norm: usize },
 }
 
 impl Gradient {
-    fn allocation(self) -> Allocation {
+    fn allocation(self) -> Operand {
         match self {
             Gradient::Whole(at)
             | Gradient::Pooled(at)
@@ -64,26 +64,26 @@ struct GraphEmitter<'a> {
     /// of small tensors leave most of the GPU idle.
     weight_gradient_stream: StreamId,
     /// The weight gradients that may still run, oldest first: the index of each, and the allocations to free after it.
-    pending_weight_gradients: VecDeque<(usize, Vec<Allocation>)>,
+    pending_weight_gradients: VecDeque<(usize, Vec<Operand>)>,
     /// Number of weight gradients on the side stream so far.
     weight_gradient_count: usize,
     /// By tensor: its memory, while operations need it.
-    activations: Vec<Option<Allocation>>,
+    activations: Vec<Option<Operand>>,
     /// By tensor: the number of operations that will still read it. In evaluation, all operations count. In training, only operations whose
     /// backward pass reads the tensor count (a convolution or linear layer, a batch norm, a GELU or a ReLU).
     remaining_readers: Vec<usize>,
     /// By batch norm: the ReLU's mask with a bit per value of the output or, for a pooled batch norm, the argmax with a byte per value.
-    masks: Vec<Option<Allocation>>,
+    masks: Vec<Option<Operand>>,
     /// By tensor: the argmax of the unfused max pooling that computes the tensor.
-    argmax: Vec<Option<Allocation>>,
+    argmax: Vec<Option<Operand>>,
     /// By tensor: the gradients that its readers have computed so far.
     gradients: Vec<Vec<Gradient>>,
     /// Allocations with two owners. The first call of `free` removes the entry, and the second call frees the memory.
-    shared_allocations: Vec<Allocation>,
+    shared_allocations: Vec<Operand>,
     /// Number of buckets of gradients whose reduction has started.
     sent_bucket_count: usize,
     /// The operands of the gradient of a split head's weights, if the update computes this gradient.
-    features_and_dlogits: Option<[Allocation; 2]>,
+    features_and_dlogits: Option<[Operand; 2]>,
     /// The sampled classes of a split head, in training.
     sampled_head: Option<sampled_head::SampledHead>,
     /// In training with a margin: the memory of the cosines.
@@ -226,21 +226,21 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// Allocates `bytes` for `content`.
-    fn alloc_bytes(&mut self, bytes: usize, content: Content) -> Allocation {
+    fn alloc_bytes(&mut self, bytes: usize, content: Content) -> Operand {
         let allocation = self.arena.alloc(bytes);
-        self.commands.push(Command::Alloc { content, at: allocation.operand() });
+        self.commands.push(Command::Alloc { content, at: allocation });
         allocation
     }
 
     /// Frees an allocation with one owner.
-    fn free_now(&mut self, allocation: Allocation) {
-        self.commands.push(Command::Free { at: allocation.operand() });
+    fn free_now(&mut self, allocation: Operand) {
+        self.commands.push(Command::Free { at: allocation });
         self.arena.free(allocation);
     }
 
     /// Allocates memory for a tensor of the whole batch. Before the arena grows, the backward pass waits for all weight gradients except
     /// the newest [`PENDING_WEIGHT_GRADIENTS`], and frees the memory that they have read.
-    fn alloc(&mut self, tensor: TensorId, content: fn(TensorId) -> Content) -> Allocation {
+    fn alloc(&mut self, tensor: TensorId, content: fn(TensorId) -> Content) -> Operand {
         let bytes = self.tensor_bytes(tensor);
         if self.pending_weight_gradients.len() > PENDING_WEIGHT_GRADIENTS && !self.arena.fits(bytes) {
             let done: Vec<_> = self
@@ -258,14 +258,14 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// Allocates the memory of an activation that the current operation computes.
-    fn alloc_activation(&mut self, tensor: TensorId) -> Allocation {
+    fn alloc_activation(&mut self, tensor: TensorId) -> Operand {
         let y = self.alloc(tensor, Content::Activation);
         self.activations[tensor] = Some(y);
         y
     }
 
     /// Allocates the memory of a gradient of `tensor` that the current operation computes.
-    fn alloc_gradient(&mut self, tensor: TensorId) -> Allocation {
+    fn alloc_gradient(&mut self, tensor: TensorId) -> Operand {
         let dx = self.alloc(tensor, Content::Gradient);
         self.gradients[tensor].push(Gradient::Whole(dx));
         dx
@@ -282,7 +282,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// Frees an allocation. If it has two owners, each of them must call this function.
-    fn free(&mut self, allocation: Allocation) {
+    fn free(&mut self, allocation: Operand) {
         match self.shared_allocations.iter().position(|shared| *shared == allocation) {
             Some(index) => drop(self.shared_allocations.swap_remove(index)),
             None => self.free_now(allocation),
@@ -291,7 +291,7 @@ impl<'a> GraphEmitter<'a> {
 
     /// Frees an allocation that a weight gradient on the side stream may still read: together with the allocations of the newest weight
     /// gradient, if one may still run, otherwise at once.
-    fn free_with_newest(&mut self, allocation: Allocation) {
+    fn free_with_newest(&mut self, allocation: Operand) {
         match self.pending_weight_gradients.back_mut() {
             Some((_, allocations)) => allocations.push(allocation),
             None => self.free(allocation),
@@ -299,7 +299,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The memory of an activation, which an earlier operation must have computed.
-    fn activation(&self, tensor: TensorId) -> Result<Allocation, EngineError> {
+    fn activation(&self, tensor: TensorId) -> Result<Operand, EngineError> {
         self.activations[tensor]
             .ok_or_else(|| EngineError::Parameters(format!("tensor {tensor} is read before it is computed")))
     }
@@ -364,9 +364,4 @@ impl Stamp {
     fn operand(self) -> Operand {
         Operand::new(Region::Stamps, 8 * self as usize, 8)
     }
-}
-
-/// The operand of an allocation; [`Operand::NONE`] without an allocation.
-fn optional(allocation: Option<Allocation>) -> Operand {
-    allocation.map_or(Operand::NONE, Allocation::operand)
 }

@@ -64,7 +64,7 @@ impl<'a> GraphEmitter<'a> {
         let dy = self.gradient(output)?;
         let x = self.activation(input)?;
         let facts = self.facts;
-        let (w, y, channel_sums) = (facts.matrix_gradient(name), dy.operand(), Operand::NONE);
+        let (w, y, channel_sums) = (facts.matrix_gradient(name), dy, Operand::NONE);
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
         let weight = facts.layout.parameter(name, "weight");
         self.fork();
@@ -72,7 +72,7 @@ impl<'a> GraphEmitter<'a> {
         if weight.is_fixed {
             self.push_on(stream, facts.ops.zero_gradient(w, weight.aligned_range().len() as u64));
         } else {
-            self.convolve(stream, wgrad, Tensors { x: x.operand(), w, y, channel_sums });
+            self.convolve(stream, wgrad, Tensors { x, w, y, channel_sums });
         }
         if reads_pictures(op) && self.plan.has_folded_input {
             let values = weight.range.len();
@@ -91,10 +91,10 @@ impl<'a> GraphEmitter<'a> {
         } else if !reads_pictures(op) {
             let dx = self.alloc_gradient(input);
             let dgrad = Convolution { direction: Direction::Input, ..convolution };
-            self.convolve(StreamId::Main, dgrad, Tensors { x: dx.operand(), w, y, channel_sums });
+            self.convolve(StreamId::Main, dgrad, Tensors { x: dx, w, y, channel_sums });
             if is_head {
                 let size = [convolution.batch, convolution.in_c];
-                self.remove_along(StreamId::Main, x.operand(), dx.operand(), size);
+                self.remove_along(StreamId::Main, x, dx, size);
             }
         }
         // With `dgrad_in_norm`, `norm_backward` still reads `dy`, and frees it.
@@ -120,12 +120,16 @@ impl<'a> GraphEmitter<'a> {
         // The gradient of the sum is also the shortcut's gradient.
         let dz = node.shortcut.map(|_| self.alloc(node.output, Content::Gradient));
         let dx = if node.overwrites_input { x } else { self.alloc(node.input, Content::Gradient) };
-        let at = |gradient: Option<Gradient>| optional(gradient.map(Gradient::allocation));
-        let operands = Incoming { dy: at(Some(dy)), added: at(added), mask: optional(self.masks[node.norm]) };
+        let at = |gradient: Option<Gradient>| gradient.map_or(Operand::NONE, Gradient::allocation);
+        let operands = Incoming {
+            dy: at(Some(dy)),
+            added: at(added),
+            mask: self.masks[node.norm].unwrap_or(Operand::NONE),
+        };
         if node.pooled {
             self.norm_backward_pooled(node, [x, dx], operands, is_first);
         } else {
-            self.norm_backward_kernels(node, [x, dx], dy, operands, optional(dz), is_first);
+            self.norm_backward_kernels(node, [x, dx], dy, operands, dz.unwrap_or(Operand::NONE), is_first);
         }
         self.clear_padding(node.input, Some(dx));
         let mut used = vec![dy];
@@ -164,7 +168,7 @@ impl<'a> GraphEmitter<'a> {
     fn norm_backward_kernels(
         &mut self,
         node: &Norm,
-        [x, dx]: [Allocation; 2],
+        [x, dx]: [Operand; 2],
         gradient: Gradient,
         Incoming { dy, added, mask }: Incoming,
         dz: Operand,
@@ -172,7 +176,7 @@ impl<'a> GraphEmitter<'a> {
     ) {
         let ops = self.facts.ops;
         let backward = ops::NormBackward {
-            x: x.operand(),
+            x,
             gradient: if !node.relu {
                 ops::Gradient::All { dy }
             } else if mask.is_none() {
@@ -183,7 +187,7 @@ impl<'a> GraphEmitter<'a> {
                 ops::Gradient::Mask { dy, added, mask }
             },
             dz,
-            dx: dx.operand(),
+            dx,
             control: self.control_of(node.input),
             shape: self.shape(node.input),
             site: self.facts.norms[node.norm],
@@ -243,7 +247,7 @@ impl<'a> GraphEmitter<'a> {
     fn norm_backward_pooled(
         &mut self,
         node: &Norm,
-        [x, dx]: [Allocation; 2],
+        [x, dx]: [Operand; 2],
         Incoming { dy, added, mask: argmax }: Incoming,
         is_first: bool,
     ) {
@@ -252,10 +256,10 @@ impl<'a> GraphEmitter<'a> {
             self.push(ops.add([dy, added, dy], self.plan.values(node.output) as u64));
         }
         let backward = ops::NormBackward {
-            x: x.operand(),
+            x,
             gradient: ops::Gradient::All { dy },
             dz: Operand::NONE,
-            dx: dx.operand(),
+            dx,
             control: self.control_of(node.input),
             shape: self.whole_shape(node.input),
             site: self.facts.norms[node.norm],
@@ -281,7 +285,7 @@ impl<'a> GraphEmitter<'a> {
 
     /// Frees the allocations that the newest weight gradient reads: after the weight gradient if it runs on the side stream, otherwise at
     /// once.
-    pub(super) fn free_after_weight_gradient(&mut self, allocations: Vec<Allocation>) {
+    pub(super) fn free_after_weight_gradient(&mut self, allocations: Vec<Operand>) {
         if !self.uses_side_stream() {
             allocations.into_iter().for_each(|allocation| self.free(allocation));
             return;

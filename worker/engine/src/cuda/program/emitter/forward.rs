@@ -30,13 +30,12 @@ impl<'a> GraphEmitter<'a> {
         self.push(facts.ops.stamp(Stamp::Begin.operand(), Operand::NONE));
     }
 
-    /// Fetches the next control block, and writes the micro-batch's whole pictures to `allocation`.
-    pub(super) fn read_pictures(&mut self, phase: Phase, input: Input, allocation: Allocation) {
+    /// Fetches the next control block, and writes the micro-batch's whole pictures to `output`.
+    pub(super) fn read_pictures(&mut self, phase: Phase, input: Input, output: Operand) {
         self.fetch(phase);
         let (facts, plan) = (self.facts, self.plan);
-        let (pictures, output) = (plan.batch as u32, allocation.operand());
-        let [side, channels, padded] =
-            [plan.network.image_size, plan.network.channels, plan.padded_input].map(|number| number as u32);
+        let sizes = [plan.batch, plan.network.image_size, plan.network.channels, plan.padded_input];
+        let [pictures, side, channels, padded] = sizes.map(|size| size as u32);
         if plan.has_folded_input {
             self.push(facts.ops.fold_border(output, pictures, side));
         }
@@ -98,7 +97,7 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::GlobalAveragePool { input, output, .. } => {
                 let (x, y) = (self.activation(*input)?, self.alloc_activation(*output));
                 let shape = self.shape(*input);
-                self.push(self.facts.ops.global_average(x.operand(), y.operand(), shape));
+                self.push(self.facts.ops.global_average(x, y, shape));
             }
             FusedOp::Relu { .. } | FusedOp::Gelu { .. } | FusedOp::Add { .. } | FusedOp::MaxPool { .. } => {
                 self.plain_forward(op, trains)?;
@@ -147,7 +146,7 @@ impl<'a> GraphEmitter<'a> {
             self.tensor_with_sums = Some(output);
         }
         let (w, channel_sums) = (self.facts.matrix(name), self.facts.channel_sums(output));
-        let tensors = Tensors { x: x.operand(), w, y: y.operand(), channel_sums };
+        let tensors = Tensors { x, w, y, channel_sums };
         self.convolve(StreamId::Main, convolution, tensors);
         Ok(())
     }
@@ -182,12 +181,11 @@ impl<'a> GraphEmitter<'a> {
             node.shortcut.map(|_| self.alloc_bytes(values / 8, Content::ReluMask(node.norm)))
         };
         self.masks[node.norm] = mask;
-        let (ops, mask) = (self.facts.ops, optional(mask));
-        let norm = self.norm(node, x, y.operand(), mask)?;
+        let (ops, mask) = (self.facts.ops, mask.unwrap_or(Operand::NONE));
+        let norm = self.norm(node, x, y, mask)?;
         if node.pooled {
             self.compute_statistics(norm, node);
-            let operands = [x.operand(), y.operand(), mask];
-            self.push(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
+            self.push(ops.max_pool([x, y, mask], &self.facts.norms[node.norm], self.pool(node.input)));
             return Ok(());
         }
         if node.forward == NormForward::InConvAndStored {
@@ -257,15 +255,15 @@ impl<'a> GraphEmitter<'a> {
         }
         let y = self.alloc_activation(node.output);
         if node.pooled {
-            let operands = [x.operand(), y.operand(), Operand::NONE];
-            self.push(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
+            let (operands, site) = ([x, y, Operand::NONE], &self.facts.norms[node.norm]);
+            self.push(ops.max_pool(operands, site, self.pool(node.input)));
             return Ok(());
         }
         if trains && node.shortcut.is_some() {
             let values = self.plan.values(node.output);
             self.masks[node.norm] = Some(self.alloc_bytes(values / 8, Content::ReluMask(node.norm)));
         }
-        let norm = self.norm(node, x, y.operand(), optional(self.masks[node.norm]))?;
+        let norm = self.norm(node, x, y, self.masks[node.norm].unwrap_or(Operand::NONE))?;
         self.push(ops.norm_apply(norm));
         Ok(())
     }
@@ -274,7 +272,7 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn norm(
         &self,
         node: &Norm,
-        x: Allocation,
+        x: Operand,
         y: Operand,
         mask: Operand,
     ) -> Result<ops::NormForward, EngineError> {
@@ -282,7 +280,7 @@ impl<'a> GraphEmitter<'a> {
         let shortcut = match node.shortcut {
             None => ops::Shortcut::None,
             Some(shortcut) => {
-                let x = self.activation(shortcut.stored_tensor())?.operand();
+                let x = self.activation(shortcut.stored_tensor())?;
                 match shortcut.deferred {
                     None => ops::Shortcut::Plain(x),
                     Some(DeferredNorm { norm, .. }) => {
@@ -292,7 +290,7 @@ impl<'a> GraphEmitter<'a> {
             }
         };
         Ok(ops::NormForward {
-            x: x.operand(),
+            x,
             y,
             shortcut,
             has_relu: node.relu,

@@ -16,10 +16,10 @@ impl<'a> GraphEmitter<'a> {
         let y = self.alloc_activation(conv.output);
         let (facts, after) = (self.facts, self.norm_after(conv)?);
         let bottleneck = ops::BottleneckForward {
-            input: from.operand(),
+            input: from,
             before: before.map(|node| facts.norms[node.norm]),
             weights: facts.matrix(&conv.name),
-            y: y.operand(),
+            y,
             shape: self.shape(conv.input),
             after: facts.norms[after.norm],
             reduce: facts.reduction(after, NormPass::Forward),
@@ -35,10 +35,10 @@ impl<'a> GraphEmitter<'a> {
         let (x, y) = (self.activation(end.input)?, self.activation(conv.input)?);
         let z = self.alloc_activation(conv.output);
         let (facts, after) = (self.facts, self.norm_after(conv)?);
-        let mask = optional(self.masks[end.norm]);
-        let norm = self.norm(end, x, y.operand(), mask)?;
+        let mask = self.masks[end.norm].unwrap_or(Operand::NONE);
+        let norm = self.norm(end, x, y, mask)?;
         let (weights, reduce) = (facts.matrix(&conv.name), facts.reduction(after, NormPass::Forward));
-        self.push(facts.ops.block_end(norm, weights, z.operand(), facts.norms[after.norm], reduce));
+        self.push(facts.ops.block_end(norm, weights, z, facts.norms[after.norm], reduce));
         self.finish_statistics(self.norm_without_fusion(after)?, after);
         Ok(())
     }
@@ -68,12 +68,12 @@ impl<'a> GraphEmitter<'a> {
         let dinput = self.alloc(input, Content::Gradient);
         let facts = self.facts;
         let bottleneck = ops::Bottleneck {
-            x: x.operand(),
-            g: g.operand(),
+            x,
+            g,
             after: facts.norms[norm],
             weights: facts.matrix(&conv.name),
-            input: from.operand(),
-            dinput: dinput.operand(),
+            input: from,
+            dinput,
             dweights: facts.matrix_gradient(&conv.name),
             shape: self.shape(input),
             before: before.map(|node| ops::NormBefore {

@@ -24,14 +24,14 @@ impl Halo<'_> {
 
 /// A range of rows of an activation, the same range for each picture, or of the activation's gradient, in memory.
 struct Lines {
-    at: Allocation,
+    at: Operand,
     rows: Range<isize>,
     row_bytes: usize,
 }
 
 impl Lines {
     fn operand(&self, pictures: usize) -> Operand {
-        self.at.operand().part(0, pictures * self.rows.len() * self.row_bytes)
+        self.at.part(0, pictures * self.rows.len() * self.row_bytes)
     }
 
     /// The memory of some of the rows of each picture, as messages to or from `peer`.
@@ -44,7 +44,7 @@ impl Lines {
         let pictures = if rows.is_empty() { 0 } else { pictures };
         let (first, bytes) = (rows.start - self.rows.start, rows.len() * self.row_bytes);
         let offset = move |picture: usize| (picture * self.rows.len() + first as usize) * self.row_bytes;
-        (0..pictures).map(move |picture| (peer, self.at.operand().part(offset(picture), bytes)))
+        (0..pictures).map(move |picture| (peer, self.at.part(offset(picture), bytes)))
     }
 }
 
@@ -123,7 +123,7 @@ impl<'a> GraphEmitter<'a> {
         for part in parts {
             let add = ops::AddRows {
                 part: part.operand(batch),
-                to: to.operand(),
+                to,
                 pictures: batch,
                 length: dx.row_bytes / self.plan.dtype.size(),
                 rows: part.rows.len(),
@@ -146,8 +146,8 @@ impl<'a> GraphEmitter<'a> {
         let (x, y) = (self.activation(input)?, self.alloc_activation(output));
         let (dtype, values) = (self.plan.dtype, self.plan.batch * self.plan.values_per_picture(input));
         let share = self.plan.network.share_of_rows(input);
-        self.push(self.facts.ops.scale_values([x, y].map(Allocation::operand), values as u64, share));
-        let mean = y.operand().part(0, values * dtype.size());
+        self.push(self.facts.ops.scale_values([x, y], values as u64, share));
+        let mean = y.part(0, values * dtype.size());
         self.commands.push(Command::all_reduce(StreamId::Main, Group::Height, mean, dtype));
         Ok(())
     }
@@ -162,7 +162,7 @@ impl<'a> GraphEmitter<'a> {
         let ranks = self.plan.network.rows(self.plan.network.input()).map_or(1, |rows| rows.of_rank.len());
         let factor = self.plan.network.share_of_rows(input) * ranks as f32;
         let values = (self.plan.batch * self.plan.values_per_picture(input)) as u64;
-        self.push(self.facts.ops.scale_values([dy, dx].map(Allocation::operand), values, factor));
+        self.push(self.facts.ops.scale_values([dy, dx], values, factor));
         self.free(dy);
         Ok(())
     }
@@ -182,7 +182,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// An activation of `tensor`, or its gradient.
-    fn lines(&self, tensor: TensorId, at: Allocation) -> Result<Lines, EngineError> {
+    fn lines(&self, tensor: TensorId, at: Operand) -> Result<Lines, EngineError> {
         let (rows, rank) = self.rows(tensor)?;
         Ok(Lines { at, rows: rows.of_rank[rank].clone(), row_bytes: self.row_bytes(tensor) })
     }
@@ -195,8 +195,8 @@ impl<'a> GraphEmitter<'a> {
     /// Copies the rows of `to` that `from` has, and fills the remaining rows.
     fn take_rows(&mut self, from: &Lines, to: &Lines, fill: f32) {
         let take = ops::TakeRows {
-            from: from.at.operand(),
-            to: to.at.operand(),
+            from: from.at,
+            to: to.at,
             pictures: self.plan.batch,
             length: to.row_bytes / self.plan.dtype.size(),
             from_rows: from.rows.len(),

@@ -11,24 +11,24 @@ use crate::cuda::program::facts::UpdatedRange;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SampledHead {
     /// The sampled classes.
-    sample: Allocation,
+    sample: Operand,
     /// Positions of the labels in the sample.
-    label_positions: Allocation,
+    label_positions: Operand,
     /// The sampled rows of the weights, in the activations' format.
-    weights: Allocation,
+    weights: Operand,
     /// The sampled biases, float32.
-    bias: Allocation,
+    bias: Operand,
     /// Gradient of `weights`; `None` before the backward pass.
-    gradient: Option<Allocation>,
+    gradient: Option<Operand>,
     /// Gradient of `bias`; `None` before the loss.
-    bias_gradient: Option<Allocation>,
+    bias_gradient: Option<Operand>,
 }
 
 /// All rows of a parameter or of an optimizer slot, and a copy of the sampled rows.
 #[derive(Debug, Clone, Copy)]
 struct GatheredRows {
     all: Operand,
-    sampled: Allocation,
+    sampled: Operand,
     row_bytes: usize,
 }
 
@@ -57,9 +57,9 @@ impl GraphEmitter<'_> {
             first_class: own.start as u32,
             drawn_count: sampled.drawn_count as u32,
             seed: sampled.seed,
-            sample: sample.operand(),
-            label_positions: label_positions.operand(),
-            scratch: scratch.operand(),
+            sample,
+            label_positions,
+            scratch,
         }));
         self.free_now(scratch);
         let row_bytes = plan.dtype.size() * self.row_values();
@@ -76,15 +76,15 @@ impl GraphEmitter<'_> {
         Some(HeadPart {
             convolution: plan.sampled_convolution()?,
             chunk_count: plan.sampled_classes()?.chunk_count,
-            w: memory.weights.operand(),
-            bias: if plan.margin.is_some() { Operand::NONE } else { memory.bias.operand() },
-            sample: memory.sample.operand(),
-            label_positions: memory.label_positions.operand(),
+            w: memory.weights,
+            bias: if plan.margin.is_some() { Operand::NONE } else { memory.bias },
+            sample: memory.sample,
+            label_positions: memory.label_positions,
         })
     }
 
     /// Allocates the gradient of the sampled rows.
-    pub(super) fn alloc_sampled_gradient(&mut self) -> Option<Allocation> {
+    pub(super) fn alloc_sampled_gradient(&mut self) -> Option<Operand> {
         let bytes = self.sampled_head.as_ref()?.weights.bytes;
         let at = self.alloc_bytes(bytes, Content::Head);
         self.sampled_head.as_mut()?.gradient = Some(at);
@@ -92,7 +92,7 @@ impl GraphEmitter<'_> {
     }
 
     /// Allocates the gradient of the sampled biases.
-    pub(super) fn alloc_sampled_bias_gradient(&mut self) -> Option<Allocation> {
+    pub(super) fn alloc_sampled_bias_gradient(&mut self) -> Option<Operand> {
         let bytes = self.sampled_head.as_ref()?.bias.bytes;
         let at = self.alloc_bytes(bytes, Content::Head);
         self.sampled_head.as_mut()?.bias_gradient = Some(at);
@@ -104,8 +104,8 @@ impl GraphEmitter<'_> {
         let (memory, capacity) = (self.sampled_head.as_ref()?, self.plan.sampled_classes()?.capacity as u64);
         let matrix_length = capacity * self.row_values() as u64;
         Some(ops::Gradients {
-            matrices: memory.gradient?.operand(),
-            vectors: memory.bias_gradient?.operand(),
+            matrices: memory.gradient?,
+            vectors: memory.bias_gradient?,
             matrix_length,
             length: matrix_length + capacity,
             is_float32: self.plan.dtype == DType::F32,
@@ -146,29 +146,29 @@ impl GraphEmitter<'_> {
             } else {
                 GatheredRows { all: facts.layout.vector(name, "bias"), sampled: own, row_bytes: 4 }
             });
-            let weights = rows[0].sampled.operand();
+            let weights = rows[0].sampled;
             let mut optimizer_slots = [Operand::NONE; 2];
             let slot_count = facts.optimizer.slots().len();
             for (slot, operand) in optimizer_slots.iter_mut().enumerate().take(slot_count) {
                 let all = all_rows(Operand::whole(Region::OptimizerSlot(slot)));
                 let gathered = self.gather_rows(memory.sample, all, 4 * width);
-                *operand = gathered.sampled.operand();
+                *operand = gathered.sampled;
                 rows.push(gathered);
             }
             let length = (sampled.capacity * width) as u64;
             let gradients = ops::Gradients {
-                matrices: if is_matrix { gradient.operand() } else { Operand::NONE },
-                vectors: if is_matrix { Operand::NONE } else { gradient.operand() },
+                matrices: if is_matrix { gradient } else { Operand::NONE },
+                vectors: if is_matrix { Operand::NONE } else { gradient },
                 matrix_length: if is_matrix { length } else { 0 },
                 length,
                 is_float32: plan.dtype == DType::F32,
             };
-            let low_precision = if has_copy { own.operand() } else { Operand::NONE };
+            let low_precision = if has_copy { own } else { Operand::NONE };
             let whole_range = facts.updated_range(gradients, range.start, range.start);
             let flat = ops::FlatParameters { weights, low_precision, is_planar, ..whole_range.flat };
             self.update_weights(&[UpdatedRange { flat, optimizer_slots, ..whole_range }]);
             for gathered in rows {
-                self.push(facts.ops.scatter_rows(self.kernel_rows(gathered), memory.sample.operand()));
+                self.push(facts.ops.scatter_rows(self.kernel_rows(gathered), memory.sample));
                 self.free_now(gathered.sampled);
             }
             self.free_now(gradient);
@@ -184,14 +184,14 @@ impl GraphEmitter<'_> {
 
     /// The kernels' description of the rows.
     fn kernel_rows(&self, GatheredRows { all, sampled, row_bytes }: GatheredRows) -> ops::ParameterRows {
-        ops::ParameterRows { all, sampled: sampled.operand(), row_bytes, capacity: self.sample_capacity() }
+        ops::ParameterRows { all, sampled, row_bytes, capacity: self.sample_capacity() }
     }
 
     /// Gathers the sampled rows of a parameter or of an optimizer slot.
-    fn gather_rows(&mut self, sample: Allocation, all: Operand, row_bytes: usize) -> GatheredRows {
+    fn gather_rows(&mut self, sample: Operand, all: Operand, row_bytes: usize) -> GatheredRows {
         let sampled = self.alloc_bytes(self.sample_capacity() * row_bytes, Content::Head);
         let gathered = GatheredRows { all, sampled, row_bytes };
-        self.push(self.facts.ops.gather_rows(self.kernel_rows(gathered), sample.operand()));
+        self.push(self.facts.ops.gather_rows(self.kernel_rows(gathered), sample));
         gathered
     }
 }

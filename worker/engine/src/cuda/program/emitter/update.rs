@@ -123,7 +123,7 @@ impl GraphEmitter<'_> {
         let stage_squares = self.exchange_squares_and_loss(gradients);
         // Sums of squares of all gradients, if ranks have different stages or divide the optimizer's state.
         let squares_of_all_ranks = match stage_squares {
-            Some(Squares { at, count }) => Some((at.operand().part(0, 8 * count), count)),
+            Some(Squares { at, count }) => Some((at.part(0, 8 * count), count)),
             None => bucket_squares.map(|all| (all, updated.len())),
         };
         // From here on, a rank with the whole optimizer state waits for no other rank, so an update that has begun always ends.
@@ -137,7 +137,7 @@ impl GraphEmitter<'_> {
             }
             // A network that is split in model groups has neither stages nor a divided optimizer state.
             (Some(Squares { at, count }), _) => {
-                self.push(ops.gradient_norm_of_parts(whole, is_dynamic, at.operand(), count as u32));
+                self.push(ops.gradient_norm_of_parts(whole, is_dynamic, at, count as u32));
                 self.free_now(at);
             }
         }
@@ -226,8 +226,8 @@ impl GraphEmitter<'_> {
             filters: filter_entries,
             policies: parameter_policies,
             host_filters: &filters,
-            iterates: iterates.map(Allocation::operand),
-            grams: grams.map(Allocation::operand),
+            iterates,
+            grams,
         }));
         iterates.into_iter().chain(grams).for_each(|allocation| self.free_now(allocation));
     }

@@ -122,11 +122,9 @@ impl Kernels {
     ) -> Result<(), CudaError> {
         let (function, max_bytes) = self.function(name)?;
         check_shared_memory(name, geometry.shared_bytes, max_bytes)?;
-        let mut bits = [0u64; 40];
-        assert!(args.len() <= bits.len(), "{name} has too many arguments");
-        bits[..args.len()].copy_from_slice(args);
+        // The driver only reads the arguments.
         let mut pointers: Vec<*mut c_void> =
-            bits[..args.len()].iter_mut().map(|b| std::ptr::from_mut(b).cast()).collect();
+            args.iter().map(|arg| std::ptr::from_ref(arg).cast_mut().cast()).collect();
         let [grid_x, grid_y, grid_z] = geometry.grid;
         let [block_x, block_y, block_z] = geometry.block;
         let zeros = sys::CUlaunchAttributeValue { pad: [0; 64] };

@@ -47,7 +47,6 @@ pub(super) use pool::Pool;
 pub(super) use rows::{AddRows, TakeRows};
 pub(super) use sample::{ParameterRows, SampleClasses};
 pub(super) use split_loss::SplitLogits;
-pub(super) use step::StatisticsCopy;
 pub(super) use through::{OutputGradient, ROW_PADDING, TILE_CHANNELS, TILE_ROWS};
 
 use super::{
@@ -69,6 +68,8 @@ pub(super) const CONTROL: Operand = Operand::whole(Region::Control);
 const SCALER: Operand = Operand::whole(Region::Scaler);
 /// Loss, number of correct predictions, and number of pictures.
 const TOTALS: Operand = Operand::whole(Region::Totals);
+/// Number of finished steps: the counter of [`Ops::record`].
+const FINISHED_STEPS: Operand = Operand::new(Region::ResultCounter, 0, 4);
 
 /// Number of groups of 8 values, each from a different row, that a thread loads at a time: 64 bytes.
 pub(super) fn in_flight(dtype: DType) -> u32 {

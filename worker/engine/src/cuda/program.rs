@@ -151,8 +151,6 @@ pub(super) struct Program {
     norm_values: Buffer,
     /// Normalised float32 value of each byte of each channel.
     normalisation: Buffer,
-    /// Float32 weights of the classes in the loss, if the loss weights classes.
-    class_weights: Option<Buffer>,
     /// By image size of the network: resampling tables to this size, for rows and for columns.
     scalings: HashMap<usize, [ScalingTable; 2]>,
     /// The result of a check: a `u32` that is 1 if a value is not finite, or a `u64` with a checksum.
@@ -160,8 +158,6 @@ pub(super) struct Program {
     /// Of the step: loss (`f64`), number of correct predictions (`u64`) and number of pictures (`u64`).
     totals: Buffer,
     arena: Buffer,
-    workspace: Buffer,
-    side_workspace: Buffer,
     pub(super) main_stream: OwnedStream,
     side_stream: OwnedStream,
     side_begin: Event,
@@ -228,33 +224,26 @@ impl Program {
         Ok(())
     }
 
-    /// Calls `look` with the facts that determine a step's commands.
-    fn with_facts<T>(&self, look: impl FnOnce(&Facts<'_>) -> T) -> T {
+    /// The facts that determine a step's commands.
+    fn facts(&self) -> Facts<'_> {
         let scaling = self.scalings.get(&self.plan.network.image_size);
-        look(&Facts {
+        let reducer = self.reducer.as_ref().filter(|reducer| reducer.reduces_gradients());
+        Facts {
             plan: &self.plan,
             layout: &self.state.layout,
             norms: &self.norms,
             ops: self.ops,
             optimizer: self.config.optimizer,
             label_smoothing: self.config.loss.label_smoothing,
-            has_class_weights: self.class_weights.is_some(),
+            has_class_weights: self.config.loss.class_weights.is_some(),
             accumulates: self.accumulated_gradients.is_some(),
             has_dynamic_scale: self.dynamic_scale.unwrap_or(false),
-            statistics: self
-                .reducer
-                .as_ref()
-                .filter(|reducer| reducer.reduces_gradients())
-                .map(|reducer| &reducer.statistics),
+            statistics: reducer.map(|reducer| &reducer.statistics),
             data_ranks: self.data_ranks,
             share: self.state.share,
-            computes_sums: &|convolution| self.tuner.has_plan(convolution),
+            computes_sums: Box::new(move |convolution| self.tuner.has_plan(convolution)),
             scaling: scaling.map(|[rows, columns]| [&rows.table, &columns.table]),
-        })
-    }
-
-    fn arena_bytes(&self, trains: bool) -> Result<usize, EngineError> {
-        self.with_facts(|facts| arena_bytes(facts, trains))
+        }
     }
 
     /// Emits and checks the commands of a micro-batch. Weight gradients run on `weight_gradient_stream`.
@@ -264,11 +253,9 @@ impl Program {
         input: Input,
         weight_gradient_stream: StreamId,
     ) -> Result<Vec<Command>, EngineError> {
-        let emitted = self.with_facts(|facts| {
-            let emitted = emit(facts, phase, input, weight_gradient_stream)?;
-            tracing::trace!("{phase:?}, {input:?}:\n{}", text::text(facts, &emitted.commands));
-            Ok::<_, EngineError>(emitted)
-        })?;
+        let facts = self.facts();
+        let emitted = emit(&facts, phase, input, weight_gradient_stream)?;
+        tracing::trace!("{phase:?}, {input:?}:\n{}", text::text(&facts, &emitted.commands));
         verify::verify(&emitted.commands, phase.carries_over()).map_err(CudaError::Commands)?;
         let Some(pass) = phase.pass() else { return Ok(emitted.commands) };
         Ok(emitted.into_pass(pass, |region| match region {
@@ -415,7 +402,7 @@ impl Program {
         let chunk_classes = self.plan.chunk_classes();
         let mut values = vec![0f32; rows * self.plan.chunk_count() * chunk_classes];
         read_as_float(&self.arena, offset.unwrap_or(0), self.plan.dtype, &mut values)?;
-        let bias = self.with_facts(|facts| facts.head_bias());
+        let bias = self.facts().head_bias();
         let mut biases = vec![0f32; classes];
         if !bias.is_none() {
             self.state.weights.read(bias.offset, &mut biases)?;

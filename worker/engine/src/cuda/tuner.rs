@@ -284,27 +284,20 @@ impl Bench {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::dtype::DType, *};
+    use super::*;
 
     /// The keys contain the names of the fields of `Convolution`.
     #[test]
     fn measured_choices_are_found_by_their_keys() {
         let convolution = Convolution {
             direction: Direction::Weight,
-            dtype: DType::F16,
-            batch: 32,
             in_h: 14,
             in_w: 14,
             in_c: 256,
             out_h: 14,
             out_w: 14,
             out_c: 256,
-            kernel: 3,
-            stride: 1,
-            padding: 1,
-            row_padding: 1,
-            groups: 1,
-            sums: false,
+            ..Convolution::EXAMPLE
         };
         for (file, _) in MEASURED {
             assert!(choices_in(file).contains_key(&format!("{convolution:?}")), "{file}");

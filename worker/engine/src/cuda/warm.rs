@@ -2,7 +2,7 @@
 //! them in advance, during the rendezvous and while the dataset is opened, or before a job is known.
 
 use super::{
-    convolution::{Convolution, Direction},
+    convolution::Convolution,
     cudnn::{Cudnn, FAST_ENGINES},
     device::Device,
     dtype::DType,
@@ -114,25 +114,8 @@ fn open_missing(earlier: Option<GpuParts>, ordinal: i32, dtype: DType) -> Result
 
 /// Makes cuDNN load the libraries of its engines, by building a plan for a convolution.
 fn load_engines(cudnn: &Cudnn) {
-    let convolution = Convolution {
-        direction: Direction::Forward,
-        dtype: DType::F16,
-        batch: 32,
-        in_h: 32,
-        in_w: 32,
-        in_c: 64,
-        out_h: 32,
-        out_w: 32,
-        out_c: 64,
-        kernel: 3,
-        stride: 1,
-        padding: 1,
-        row_padding: 1,
-        groups: 1,
-        sums: false,
-    };
     let (max_workspace_bytes, is_deterministic) = (usize::MAX, false);
-    let plans = cudnn.candidates(&convolution, max_workspace_bytes, is_deterministic, FAST_ENGINES);
+    let plans = cudnn.candidates(&Convolution::EXAMPLE, max_workspace_bytes, is_deterministic, FAST_ENGINES);
     if let Ok(mut plans) = plans {
         drop(plans.next());
     }

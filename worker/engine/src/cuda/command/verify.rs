@@ -314,19 +314,6 @@ fn is_initialised(region: Region, carries_over: bool) -> bool {
         | Region::Accumulated
         | Region::Totals
         | Region::Stamps => carries_over,
-        Region::Nowhere
-        | Region::Arena
-        | Region::Control
-        | Region::GroupControls
-        | Region::NormValues
-        | Region::ChannelSums
-        | Region::StatisticsSums
-        | Region::BucketSquares
-        | Region::SegmentSquares
-        | Region::EvaluatedLogits
-        | Region::Rates
-        | Region::Workspace
-        | Region::SideWorkspace => false,
         Region::Pictures
         | Region::Normalisation
         | Region::ClassWeights
@@ -353,5 +340,6 @@ fn is_initialised(region: Region, carries_over: bool) -> bool {
         | Region::Policies
         | Region::CheckResult
         | Region::Scratch => true,
+        _ => false,
     }
 }

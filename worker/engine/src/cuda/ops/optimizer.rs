@@ -3,7 +3,9 @@
 //! All flat buffers have the same order: matrices (the weights of convolutions and linear layers), then vectors (batch
 //! norms' parameters and biases). Each parameter begins and ends at a multiple of 8 values.
 
-use super::{Arg, CONTROL, Geometry, Kernel, NORM_COUNTER, Operand, Ops, Region, SCALER, kernel, plain};
+use super::{
+    Arg, CONTROL, FINISHED_STEPS, Geometry, Kernel, NORM_COUNTER, Operand, Ops, SCALER, kernel, plain,
+};
 use lockstep_kernels::optimizer::LARS_TRUST;
 use std::ops::Range;
 
@@ -231,7 +233,7 @@ impl Ops {
             Arg::In(values),
             Arg::U64(length),
             Arg::F32((1.0 - decay) as f32),
-            Arg::In(Operand::new(Region::ResultCounter, 0, 4)),
+            Arg::In(FINISHED_STEPS),
             Arg::U32(steps),
         ];
         kernel("average_values", self.per_item(length, 8), args)

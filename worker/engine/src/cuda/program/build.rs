@@ -38,14 +38,7 @@ impl Program {
         let share = (gpu.plan.optimizer_sharding && !plan.is_split() && comm.size() > 1)
             .then(|| Share { rank: comm.rank() as usize, ranks: comm.size() as usize });
         let part_count = share.unwrap_or(Share::WHOLE).ranks;
-        let layout = Layout::new(
-            &network,
-            &plan.ops,
-            plan.padded_input,
-            plan.padded_classes,
-            plan.has_folded_input,
-            part_count,
-        );
+        let layout = Layout::new(&plan, part_count);
         let ops = Ops::new(dtype, device.multiprocessors, device.capability);
         let (first_scale, dynamic_scale) = match (&gpu.loss_scale, dtype) {
             (_, DType::F32 | DType::Bf16) => (1.0, None),
@@ -135,9 +128,10 @@ impl Program {
         }
         let scratch = ops.scratch_bytes(config.batch_size as u32, padded_classes as u32, count as u32);
         buffers.insert(Region::Scratch, device.zeros(scratch)?);
-        let class_weights = config.loss.class_weights.as_ref().map(|weights| device.upload(&weights[..]));
+        if let Some(weights) = &config.loss.class_weights {
+            buffers.insert(Region::ClassWeights, device.upload(&weights[..])?);
+        }
         let mut program = Self {
-            class_weights: class_weights.transpose()?,
             ops,
             kernels,
             buffers,
@@ -151,8 +145,6 @@ impl Program {
             check_result: device.zeros(256)?,
             totals: device.zeros(256)?,
             arena: device.alloc(256)?,
-            workspace: device.alloc(256)?,
-            side_workspace: device.alloc(256)?,
             main_stream: OwnedStream::new()?,
             side_stream: OwnedStream::new()?,
             side_begin: Event::new()?,
@@ -174,7 +166,7 @@ impl Program {
         };
         let trains = true;
         program.tune_convolutions(device, trains)?;
-        let bytes = program.arena_bytes(trains)?;
+        let bytes = arena_bytes(&program.facts(), trains)?;
         program.allocate(device, bytes)?;
         Ok(program)
     }
@@ -207,7 +199,7 @@ impl Program {
                 self.networks.push(network.clone());
                 self.plan.set_network(network.clone());
                 self.tune_convolutions(device, trains)?;
-                bytes = bytes.max(self.arena_bytes(trains)?);
+                bytes = bytes.max(arena_bytes(&self.facts(), trains)?);
             }
         }
         self.plan.set_network(current);
@@ -217,7 +209,7 @@ impl Program {
     /// Chooses cuDNN's plan for each convolution of the current size, for the forward pass or, if `trains`, for all passes. Before that,
     /// checks that there is memory for the activations, because timing the plans for a large batch takes minutes.
     fn tune_convolutions(&mut self, device: &Device, trains: bool) -> Result<(), EngineError> {
-        let bytes = self.arena_bytes(trains)?.saturating_mul(self.micro_batches_in_flight);
+        let bytes = arena_bytes(&self.facts(), trains)?.saturating_mul(self.micro_batches_in_flight);
         // The current arena is freed before a larger one is allocated.
         device.check_free(bytes.saturating_sub(self.arena.bytes))?;
         let mut convolutions = Vec::new();
@@ -248,8 +240,9 @@ impl Program {
     /// Allocates memory for activations, `bytes` for each micro-batch in flight, and the workspaces of all convolutions.
     fn allocate(&mut self, device: &Device, bytes: usize) -> Result<(), EngineError> {
         let [of_weight_gradients, of_others] = self.tuner.workspace_bytes();
-        self.workspace = device.alloc(of_others.max(self.ops.bottleneck_bytes()))?;
-        self.side_workspace = device.alloc(of_weight_gradients)?;
+        let of_others = of_others.max(self.ops.bottleneck_bytes());
+        self.buffers.insert(Region::Workspace, device.alloc(of_others)?);
+        self.buffers.insert(Region::SideWorkspace, device.alloc(of_weight_gradients)?);
         // Frees the old arena first, because both arenas may not fit.
         self.arena = device.alloc(256)?;
         self.arena = device.zeros(bytes * self.micro_batches_in_flight)?;
@@ -259,7 +252,7 @@ impl Program {
             let bytes = self.plan.batch * values * self.plan.dtype.size();
             self.buffers.insert(Region::InputGradient, device.zeros(bytes)?);
         }
-        let (main, side) = (self.workspace.bytes >> 20, self.side_workspace.bytes >> 20);
+        let (main, side) = (of_others >> 20, of_weight_gradients >> 20);
         tracing::debug!("activations take {} MB, workspaces {main} and {side} MB", self.arena.bytes >> 20);
         Ok(())
     }

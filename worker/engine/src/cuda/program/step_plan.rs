@@ -84,16 +84,16 @@ fn max_classes(bounds: &[usize]) -> usize {
 #[derive(Debug, Clone)]
 pub(in crate::cuda) struct StepPlan {
     /// This rank's part of the network for the current image size.
-    pub(super) network: Arc<Network>,
+    pub(in crate::cuda) network: Arc<Network>,
     capabilities: Capabilities,
-    pub(super) ops: Vec<FusedOp>,
+    pub(in crate::cuda) ops: Vec<FusedOp>,
     /// Number of this rank's pictures in a micro-batch, including padding.
     pub(super) batch: usize,
     pub(super) dtype: DType,
     /// Number of channels of the input in memory.
-    pub(super) padded_input: usize,
+    pub(in crate::cuda) padded_input: usize,
     /// Number of classes in memory, the same on every rank.
-    pub(super) padded_classes: usize,
+    pub(in crate::cuda) padded_classes: usize,
     /// Number of ranks that share this rank's copy of the network.
     pub(super) model_ranks: usize,
     /// This rank's index among the ranks that share its copy.
@@ -106,7 +106,7 @@ pub(in crate::cuda) struct StepPlan {
     pub(super) margin: Option<Margin>,
     /// Whether the first convolution, a 7x7 convolution with stride 2, runs as a 4x4 convolution over 2x2 pixels, because cuDNN is slow
     /// with few channels (1.9 ms of the 28 ms of ResNet-50's step at batch 256).
-    pub(super) has_folded_input: bool,
+    pub(in crate::cuda) has_folded_input: bool,
 }
 
 /// The fused kernels of this engine. With `matrix_kernels`, kernels with their own matrix multiplication are included.

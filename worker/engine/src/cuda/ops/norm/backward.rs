@@ -36,43 +36,23 @@ pub(in crate::cuda) struct NormBackward {
 impl Gradient {
     /// Names of the kernels: sums, apply, one launch, frozen batch norm.
     fn names(self) -> [&'static str; 4] {
+        macro_rules! names {
+            ($gradient:literal) => {
+                [
+                    concat!("norm_backward_sums_", $gradient),
+                    concat!("norm_backward_apply_", $gradient),
+                    concat!("norm_backward_small_", $gradient),
+                    concat!("norm_backward_frozen_", $gradient),
+                ]
+            };
+        }
         match self {
-            Gradient::All { .. } => [
-                "norm_backward_sums_all",
-                "norm_backward_apply_all",
-                "norm_backward_small_all",
-                "norm_backward_frozen_all",
-            ],
-            Gradient::Relu { added: Operand::NONE, .. } => [
-                "norm_backward_sums_recompute",
-                "norm_backward_apply_recompute",
-                "norm_backward_small_recompute",
-                "norm_backward_frozen_recompute",
-            ],
-            Gradient::Relu { .. } => [
-                "norm_backward_sums_recompute_added",
-                "norm_backward_apply_recompute_added",
-                "norm_backward_small_recompute_added",
-                "norm_backward_frozen_recompute_added",
-            ],
-            Gradient::Mask { added: Operand::NONE, .. } => [
-                "norm_backward_sums_bits",
-                "norm_backward_apply_bits",
-                "norm_backward_small_bits",
-                "norm_backward_frozen_bits",
-            ],
-            Gradient::Mask { .. } => [
-                "norm_backward_sums_bits_added",
-                "norm_backward_apply_bits_added",
-                "norm_backward_small_bits_added",
-                "norm_backward_frozen_bits_added",
-            ],
-            Gradient::MaskPooled { .. } => [
-                "norm_backward_sums_bits_pooled",
-                "norm_backward_apply_bits_pooled",
-                "norm_backward_small_bits_pooled",
-                "norm_backward_frozen_bits_pooled",
-            ],
+            Gradient::All { .. } => names!("all"),
+            Gradient::Relu { added: Operand::NONE, .. } => names!("recompute"),
+            Gradient::Relu { .. } => names!("recompute_added"),
+            Gradient::Mask { added: Operand::NONE, .. } => names!("bits"),
+            Gradient::Mask { .. } => names!("bits_added"),
+            Gradient::MaskPooled { .. } => names!("bits_pooled"),
         }
     }
 

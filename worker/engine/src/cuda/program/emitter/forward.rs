@@ -25,8 +25,8 @@ impl<'a> GraphEmitter<'a> {
         let facts = self.facts;
         let begins_step = matches!(phase, Phase::Train(MicroBatch { is_first: true, .. }));
         // The same kernel keeps the running statistics from before the step.
-        let copy = begins_step.then(|| facts.statistics_copy());
-        self.push(facts.ops.fetch(rings::SLOTS as u32, self.control_words(), copy));
+        let running_bytes = begins_step.then(|| facts.running_bytes());
+        self.push(facts.ops.fetch(self.control_words(), running_bytes));
         self.push(facts.ops.stamp(Stamp::Begin.operand(), Operand::NONE));
     }
 

@@ -94,9 +94,7 @@ impl Setting {
     ) -> Self {
         let plan = plan(network, batch, dtype, capability);
         let part_count = share.unwrap_or(Share::WHOLE).ranks;
-        let (padded_in, padded_classes) = (plan.padded_input, plan.padded_classes);
-        let layout =
-            Layout::new(network, &plan.ops, padded_in, padded_classes, plan.has_folded_input, part_count);
+        let layout = Layout::new(&plan, part_count);
         let (norms, _) = norm_sites(&plan, &layout, &RunningLayout::for_network(network, plan.norms()));
         let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
         let statistics = match ranks {
@@ -120,8 +118,8 @@ impl Setting {
         }
     }
 
-    fn with_facts<T>(&self, use_facts: impl FnOnce(&Facts<'_>) -> T) -> T {
-        use_facts(&Facts {
+    fn facts(&self) -> Facts<'_> {
+        Facts {
             plan: &self.plan,
             layout: &self.layout,
             norms: &self.norms,
@@ -134,15 +132,15 @@ impl Setting {
             statistics: self.statistics.as_ref(),
             data_ranks: self.data_ranks,
             share: self.share,
-            computes_sums: &|convolution| self.computes_sums && convolution.groups == 1,
+            computes_sums: Box::new(move |convolution| self.computes_sums && convolution.groups == 1),
             scaling: None,
-        })
+        }
     }
 
     /// Emits the commands, with or without a second stream for weight gradients. Returns them with the result of their verification.
     fn emit(&self, phase: Phase, side_stream: bool) -> (Emitted, Result<(), String>) {
         let stream = if side_stream { StreamId::Side } else { StreamId::Main };
-        let emitted = self.with_facts(|facts| emit(facts, phase, STAGED, stream)).unwrap();
+        let emitted = emit(&self.facts(), phase, STAGED, stream).unwrap();
         let checked = verify::verify(&emitted.commands, phase.carries_over());
         (emitted, checked)
     }
@@ -165,7 +163,7 @@ impl Setting {
     }
 
     fn text(&self, emitted: &Emitted) -> String {
-        self.with_facts(|facts| text(facts, &emitted.commands))
+        text(&self.facts(), &emitted.commands)
     }
 }
 
@@ -412,10 +410,7 @@ fn check_plan(dtype: DType) {
     let one_stream = setting.emit_valid(Phase::Train(ONLY), false);
     let evaluation = setting.emit_valid(Phase::Evaluate, true);
     let peaks = [&training, &one_stream, &evaluation].map(|emitted| emitted.arena_bytes);
-    assert_eq!(
-        setting.with_facts(|facts| arena_bytes(facts, true)).unwrap(),
-        peaks.into_iter().max().unwrap()
-    );
+    assert_eq!(Some(arena_bytes(&setting.facts(), true).unwrap()), peaks.into_iter().max());
     let [trains, one_stream, evaluates] = peaks.map(|bytes| bytes >> 20);
     let mut text = format!(
         "ResNet-50, pictures of 224x224, 1000 classes, a batch of 256, {format}, compute capability 9.0, 132 multiprocessors.\n\

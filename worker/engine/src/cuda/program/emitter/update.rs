@@ -151,7 +151,7 @@ impl GraphEmitter<'_> {
             self.gather_weights(share);
         }
         self.push(ops.stamp(Stamp::End.operand(), Operand::NONE));
-        self.push(ops.record(rings::RESULTS as u32, rings::TOTALS));
+        self.push(ops.record());
         Ok(())
     }
 

@@ -287,7 +287,7 @@ fn rows_come_from_the_ranks_that_have_them_and_gradients_go_back() {
 fn ranks_that_share_rows_need_less_memory() {
     let network = build(Arch::ResNet50, Stem::Imagenet, 1024, 10);
     let bytes = |part: &Arc<Network>, statistics: Statistics| {
-        setting(part, DType::Bf16, statistics).with_facts(|facts| arena_bytes(facts, true)).unwrap() as f64
+        arena_bytes(&setting(part, DType::Bf16, statistics).facts(), true).unwrap() as f64
     };
     let whole = bytes(&network, Statistics::Nccl);
     for height in [2, 4] {

@@ -152,10 +152,8 @@ fn every_way_to_gather_pictures_is_valid() {
     ] {
         let side = if scales { 32 } else { 224 };
         let input = Input::Dataset { pictures: 0, height: side, width: side, mode };
-        let commands = setting.with_facts(|facts| {
-            let facts = Facts { scaling: scales.then_some([&table, &table]), ..*facts };
-            emit(&facts, phase, input, StreamId::Side).unwrap().commands
-        });
+        let facts = Facts { scaling: scales.then_some([&table, &table]), ..setting.facts() };
+        let commands = emit(&facts, phase, input, StreamId::Side).unwrap().commands;
         assert_eq!(verify::verify(&commands, false), Ok(()), "{name}");
         let gathers: Vec<&Kernel> = commands
             .iter()

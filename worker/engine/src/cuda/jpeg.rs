@@ -97,12 +97,7 @@ impl JpegDecoder {
         // For each picture: its file, the file's description (`Stored`), the expected pixels and the subsampling.
         let mut pictures = Vec::new();
         for sampling in [SamplingFactor::R_4_2_0, SamplingFactor::R_4_2_2, SamplingFactor::R_4_4_4] {
-            let mut file = Vec::new();
-            let mut encoder = jpeg_encoder::Encoder::new(&mut file, 90);
-            encoder.set_sampling_factor(sampling);
-            encoder
-                .encode(&drawn, width as u16, height as u16, ColorType::Rgb)
-                .map_err(|error| error.to_string())?;
+            let file = encode(&drawn, sampling)?;
             let expected = Picture::decode(&file)?;
             let stored = for_hardware(&file).map_err(|why| format!("the test picture is {why}"))?;
             pictures.push((file, stored, expected, sampling));
@@ -279,6 +274,16 @@ impl Session {
     fn wait(&self) -> Result<(), String> {
         self.done.record(self.cropper.stream.0).and_then(|()| self.done.wait()).map_err(|e| e.to_string())
     }
+}
+
+/// A picture as a JPEG file.
+fn encode(picture: &image::RgbImage, sampling: SamplingFactor) -> Result<Vec<u8>, String> {
+    let mut file = Vec::new();
+    let mut encoder = jpeg_encoder::Encoder::new(&mut file, 90);
+    encoder.set_sampling_factor(sampling);
+    let [width, height] = [picture.width(), picture.height()].map(|side| side as u16);
+    encoder.encode(picture, width, height, ColorType::Rgb).map_err(|error| error.to_string())?;
+    Ok(file)
 }
 
 /// Copies `files` to page-locked memory, which must not be in use, and returns the copies.

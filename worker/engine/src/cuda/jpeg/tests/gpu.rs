@@ -88,7 +88,7 @@ fn compare(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_batches_decoded_by_the_gpu_are_close_to_those_of_cpu_cores() {
-    let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
+    let spec = resized_crops(64);
     let dir = make_dataset(|number| (140 + number * 7 % 31, 132 + number * 5 % 23));
     let (data, mean, _) = compare(dir.path(), &spec);
     let decoded = data.decoded().unwrap();
@@ -143,7 +143,7 @@ fn gpu_jpeg_files_of_all_kinds_match_libjpeg_or_are_left_to_cpu_cores() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_damaged_picture_does_not_change_others() {
-    let whole = planes::encode(&picture(1, 160, 96), SamplingFactor::R_4_2_0);
+    let whole = encode(&picture(1, 160, 96), SamplingFactor::R_4_2_0).unwrap();
     let decoder = super::super::open(0, DType::F16).unwrap();
     let single = decode(decoder.as_ref(), &[&whole], (160, 96)).remove(0).unwrap();
     // A truncated scan with an end marker, or a scan of zeros.
@@ -166,7 +166,7 @@ fn gpu_a_damaged_picture_does_not_change_others() {
 #[ignore = "needs a GPU"]
 fn gpu_after_a_decoder_is_closed_cpu_cores_decode() {
     let dir = make_dataset(|_| (140, 132));
-    let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
+    let spec = resized_crops(64);
     let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
     data.set_decoder(super::super::open(0, DType::F16).unwrap());
     assert_eq!(batches(&data).len(), batches(&data).len());

@@ -5,7 +5,7 @@ use super::*;
 use crate::{
     Optimizer,
     cuda::{
-        command::{Access, verify::collective_calls},
+        command::{Access, Arg, verify::collective_calls},
         program::text::text,
     },
     net::resnet,
@@ -263,6 +263,36 @@ fn every_optimizer_s_update_is_valid() {
                 assert_eq!(count(&commands, kernel), 1, "{kernel}");
             }
         }
+    }
+}
+
+/// The list without the command with index `number`.
+fn without(commands: &[Command], number: usize) -> Vec<Command> {
+    [&commands[..number], &commands[number + 1..]].concat()
+}
+
+/// The indices of the commands for which `predicate` is true, in order.
+fn numbers(commands: &[Command], predicate: impl Fn(&Command) -> bool) -> Vec<usize> {
+    (0..commands.len()).filter(|number| predicate(&commands[*number])).collect()
+}
+
+fn announces_update(command: &Command) -> bool {
+    command.accesses().contains(&(UPDATING, Access::Write))
+}
+
+/// The offset of an operand in float32 values.
+fn place(arg: &Arg) -> usize {
+    match arg {
+        Arg::In(at) | Arg::Out(at) | Arg::InOut(at) => at.offset / 4,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn number(arg: &Arg) -> usize {
+    match *arg {
+        Arg::U32(number) => number as usize,
+        Arg::U64(number) => number as usize,
+        other => panic!("{other:?}"),
     }
 }
 

@@ -1,7 +1,6 @@
 //! The verification refuses lists of commands that a test has damaged.
 
 use super::*;
-use crate::cuda::command::Access;
 
 /// Settings with several streams, collectives and reuse of memory: a single rank, and each kind of group.
 fn settings() -> Vec<Setting> {
@@ -19,16 +18,6 @@ fn valid_commands(setting: &Setting) -> Vec<Command> {
 
 fn refusal(commands: &[Command]) -> Option<String> {
     verify::verify(commands, false).err()
-}
-
-/// The list without the command with index `number`.
-fn without(commands: &[Command], number: usize) -> Vec<Command> {
-    [&commands[..number], &commands[number + 1..]].concat()
-}
-
-/// The indices of the commands for which `predicate` is true, in order.
-fn numbers(commands: &[Command], predicate: impl Fn(&Command) -> bool) -> Vec<usize> {
-    (0..commands.len()).filter(|number| predicate(&commands[*number])).collect()
 }
 
 /// Every wait is needed, except waits that another wait implies: a weight gradient whose inputs existed at an earlier weight gradient, and
@@ -181,7 +170,6 @@ fn ranges_of_a_region_are_distinguished() {
 fn an_update_that_the_host_could_not_stop_is_refused() {
     for setting in settings() {
         let commands = valid_commands(&setting);
-        let announces_update = |c: &Command| c.accesses().contains(&(UPDATING, Access::Write));
         let [at] = numbers(&commands, announces_update)[..] else {
             panic!("a step announces its update once")
         };

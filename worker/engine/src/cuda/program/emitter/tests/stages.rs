@@ -132,11 +132,10 @@ fn a_message_that_a_stage_misses_is_refused() {
     let setting = Setting { accumulates: true, ..Setting::new(&stages[1], 8, DType::F16, 90, Ranks::Single) };
     let commands = step(&setting, 3);
     let receives = |c: &Command| matches!(c, Command::Exchange { receives, .. } if !receives.is_empty());
-    let numbers: Vec<usize> = (0..commands.len()).filter(|number| receives(&commands[*number])).collect();
+    let numbers = numbers(&commands, receives);
     assert_eq!(numbers.len(), 3 + 3 + 1);
     for number in numbers {
-        let without = [&commands[..number], &commands[number + 1..]].concat();
-        let refused = verify::verify(&without, false).unwrap_err();
+        let refused = verify::verify(&without(&commands, number), false).unwrap_err();
         assert!(refused.contains("is read before it is written"), "{refused}");
     }
 }

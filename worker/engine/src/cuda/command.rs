@@ -51,7 +51,6 @@ pub(super) enum Region {
     Weights,
     /// Copy of the matrices in the format in which convolutions are computed.
     LowPrecision,
-    /// The optimizer slot with this index.
     OptimizerSlot(usize),
     /// Gradients of the matrices, in the format in which convolutions are computed.
     MatrixGradients,
@@ -238,7 +237,6 @@ pub(super) enum Group {
     Stage,
 }
 
-/// The kind of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Collective {
     /// Sums values over the ranks of a group, in place.
@@ -317,7 +315,6 @@ pub(super) enum Command {
         stream: StreamId,
         kernel: Kernel,
     },
-    /// A convolution by cuDNN.
     Convolution {
         stream: StreamId,
         convolution: Convolution,
@@ -357,7 +354,6 @@ pub(super) enum Command {
 }
 
 impl Command {
-    /// Sums values over the ranks of a group, in place.
     pub(super) fn all_reduce(
         stream: StreamId,
         group: Group,
@@ -457,7 +453,6 @@ impl Command {
     }
 }
 
-/// How a command accesses an operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Access {
     Read,

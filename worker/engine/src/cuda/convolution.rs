@@ -2,7 +2,6 @@
 
 use super::dtype::DType;
 
-/// The direction of a convolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Direction {
     /// y from x and w.
@@ -70,7 +69,6 @@ impl Convolution {
         ]
     }
 
-    /// Number of input channels of one group.
     pub(super) fn group_in_c(&self) -> usize {
         self.in_c / self.groups
     }

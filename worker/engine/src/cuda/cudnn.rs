@@ -68,7 +68,6 @@ impl Cudnn {
         unsafe { sys::cudnnGetVersion() }
     }
 
-    /// Runs `plan` on `stream`.
     pub(super) fn run(
         &self,
         stream: Stream,
@@ -265,7 +264,6 @@ impl Drop for Cudnn {
     }
 }
 
-/// An execution plan of one convolution.
 pub(super) struct Plan {
     descriptor: Descriptor,
     convolution: Convolution,
@@ -316,7 +314,6 @@ fn tensor(id: i64, [n, c, h, w]: [usize; 4], dtype: DType) -> Result<Descriptor,
     Ok(tensor)
 }
 
-/// The engine configurations that a heuristic proposes.
 fn configurations(graph: &Descriptor, heuristic: Heuristic) -> Result<Vec<Descriptor>, CudaError> {
     let query = Descriptor::new(Kind::CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR)?;
     query.set_descriptors(Name::CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, &[graph])?;
@@ -326,7 +323,6 @@ fn configurations(graph: &Descriptor, heuristic: Heuristic) -> Result<Vec<Descri
     query.get_descriptors(Name::CUDNN_ATTR_ENGINEHEUR_RESULTS, kind, MAX_CONFIGURATIONS)
 }
 
-/// The engine of a configuration.
 fn engine_of(config: &Descriptor) -> Result<Descriptor, CudaError> {
     let engine = Descriptor::new(Kind::CUDNN_BACKEND_ENGINE_DESCRIPTOR)?;
     let mut descriptors = [engine.0];

@@ -19,7 +19,6 @@ pub(super) struct Device {
     device: sys::CUdevice,
     context: sys::CUcontext,
     pub(super) name: String,
-    /// Number of streaming multiprocessors.
     pub(super) multiprocessors: u32,
     /// Compute capability times 10: 90 for Hopper.
     pub(super) capability: u32,
@@ -98,12 +97,10 @@ impl Device {
         CudaError::OutOfMemory { needed_mb: bytes as u64 >> 20, free_mb: free >> 20, total_mb: total >> 20 }
     }
 
-    /// Allocates `bytes` zeros.
     pub(super) fn zeros(&self, bytes: usize) -> Result<Buffer, CudaError> {
         self.filled(bytes, 0)
     }
 
-    /// Allocates `bytes` bytes, all of them `value`.
     pub(super) fn filled(&self, bytes: usize, value: u8) -> Result<Buffer, CudaError> {
         let buffer = self.alloc(bytes)?;
         // SAFETY: the buffer has that many bytes.

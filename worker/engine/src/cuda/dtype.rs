@@ -17,7 +17,6 @@ impl DType {
         DataType::from(self).size_bytes()
     }
 
-    /// `fp32`, `fp16` or `bf16`.
     pub(super) fn name(self) -> &'static str {
         match self {
             DType::F32 => "fp32",

@@ -12,13 +12,10 @@ pub(super) enum CudaError {
     /// The driver rejected a call, or reports the failure of an earlier kernel.
     #[error("{doing}: CUDA says {error}")]
     Driver { doing: &'static str, error: String, retriable: bool },
-    /// cuDNN rejected a call.
     #[error("{doing}: cuDNN says {status}{detail}")]
     Cudnn { doing: String, status: String, detail: String, retriable: bool },
-    /// Our kernels did not compile.
     #[error("kernels for {target} did not compile (a bug in lockstep): {log}")]
     Compile { target: String, log: String },
-    /// The GPU does not have enough memory.
     #[error(
         "cuda out of memory: {needed_mb} MB more were needed, {free_mb} of {total_mb} MB are free on this GPU. \
          Lower train.batch_size, or raise train.accumulate if the job gives train.global_batch_size, or end other programs that use \
@@ -31,10 +28,8 @@ pub(super) enum CudaError {
     /// `command::verify` found an error in a step's commands.
     #[error("the commands of a step are wrong (a bug in lockstep): {0}")]
     Commands(String),
-    /// A library is missing.
     #[error("{0}")]
     Missing(String),
-    /// The GPU has not finished within a time limit.
     #[error("the GPU has not finished {what} within {secs:.0} s")]
     Hung { secs: f64, what: &'static str },
 }

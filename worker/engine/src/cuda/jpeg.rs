@@ -193,7 +193,6 @@ struct Session {
     /// earlier work on the stream is done.
     files: Option<Pinned>,
     cropper: Cropper,
-    /// For [`Session::wait`].
     done: Event,
 }
 

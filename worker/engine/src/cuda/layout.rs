@@ -69,7 +69,6 @@ impl ParameterLayout {
         self.range.start..self.aligned_end
     }
 
-    /// Number of values without any padding.
     fn unpadded_len(&self) -> usize {
         self.shape.iter().product()
     }

@@ -42,12 +42,10 @@ impl GpuDataset {
         }))
     }
 
-    /// Address of the pictures for training.
     pub(super) fn train_pictures(&self) -> Ptr {
         self.train.ptr
     }
 
-    /// Address of the pictures for validation.
     pub(super) fn validation_pictures(&self) -> Ptr {
         self.validation.as_ref().unwrap_or(&self.train).ptr
     }

@@ -8,10 +8,8 @@ use super::{
 use lockstep_host::lock;
 use std::sync::Mutex;
 
-/// A timed call.
 #[derive(Debug, Clone)]
 pub(super) struct TimedCall {
-    /// The part of the step to which the call belongs.
     pub(super) part: Part,
     pub(super) millis: f64,
 }
@@ -27,7 +25,6 @@ struct RecordedCall {
 struct ActiveProfile {
     /// The part of the step to which the next call belongs.
     current_part: Part,
-    /// All calls so far, in order.
     calls: Vec<RecordedCall>,
 }
 
@@ -62,7 +59,6 @@ impl Profile {
         }
     }
 
-    /// Starts profiling.
     pub(super) fn begin(&self) {
         *lock(&self.0) = Some(ActiveProfile { current_part: Part::Begin, calls: Vec::new() });
     }

@@ -164,7 +164,6 @@ pub(super) struct Program {
     side_end: Event,
     /// By weight gradient: recorded on the side stream after its computation.
     weight_gradients_done: Vec<Event>,
-    /// Logits of the latest evaluation.
     evaluated_logits: Buffer,
 }
 

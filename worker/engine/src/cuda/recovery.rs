@@ -28,7 +28,6 @@ use std::{
 /// Time limit for GPU work that depends on no other rank: an update, or the beginning of a step. Agents end ranks some seconds after
 /// another rank is lost.
 const RECOVERY_LIMIT: Duration = Duration::from_secs(2);
-/// Interval between polls of the GPU.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// A stream that reads GPU memory while other streams wait. It is created in advance, because its creation may wait for the GPU.

@@ -254,7 +254,6 @@ impl Reducer {
         format!("{stages}{rows}{split}{reductions}")
     }
 
-    /// Checks for asynchronous NCCL errors.
     pub(super) fn check_errors(&self) -> Result<(), CommError> {
         self.communicators.iter().try_for_each(|(_, nccl)| nccl.async_error())
     }

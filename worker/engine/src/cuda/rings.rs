@@ -73,7 +73,6 @@ pub(super) struct Record {
     pub(super) sequence: u32,
     /// Sum of the losses of this rank's pictures.
     pub(super) loss_sum: f32,
-    /// Number of correct predictions.
     pub(super) correct: u32,
     /// Number of this rank's pictures.
     pub(super) samples: u32,

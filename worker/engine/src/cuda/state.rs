@@ -36,11 +36,9 @@ pub(super) struct Scaler {
     pub(super) inverse: f32,
     /// Whether the latest step's update is applied.
     pub(super) apply: u32,
-    /// Number of the optimizer's updates.
     pub(super) updates: u32,
     /// Whether the latest step's update was refused because [`State::held`] was set.
     pub(super) refused: u32,
-    /// Whether an update may be under way.
     pub(super) updating: u32,
     pub(super) pad: u32,
     /// Device address of [`State::held`].
@@ -351,7 +349,6 @@ impl State {
         self.low_precision.is_some().then(|| ops.convert_to_low_precision(weights, low_precision, length))
     }
 
-    /// Loss scaling of the next step.
     pub(super) fn loss_scaling(&self) -> Result<LossScaling, CudaError> {
         let scaler = self.read_scaler()?;
         Ok(LossScaling { scale: scaler.scale, growth_tracker: scaler.good_steps })

@@ -5,7 +5,6 @@ use super::{
     ops::Reduce,
 };
 
-/// A pass of a batch norm.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum NormPass {
     Forward,
@@ -72,7 +71,6 @@ impl Statistics {
         }
     }
 
-    /// Whether kernels wait for other ranks.
     pub(super) fn kernels_wait_for_ranks(&self) -> bool {
         matches!(self, Statistics::PeerMemory(_))
     }

@@ -35,7 +35,6 @@ const MAX_SEARCH_TIME: Duration = Duration::from_millis(2500);
 /// Maximum wait for another rank of this machine that times candidates, which takes about ten seconds for a large network.
 const MAX_TIMING_WAIT: Duration = Duration::from_secs(60);
 
-/// Plans by convolution.
 pub(super) struct Tuner {
     pub(super) cudnn: Cudnn,
     plans: HashMap<Convolution, Plan>,
@@ -161,7 +160,6 @@ fn tensor_bytes(convolution: &Convolution) -> [usize; 4] {
 
 /// Memory in which plans are timed.
 struct Bench {
-    /// See [`Tuner::is_deterministic`].
     is_deterministic: bool,
     tensors: Buffer,
     workspace: Buffer,
@@ -228,7 +226,6 @@ impl Bench {
         })
     }
 
-    /// Addresses of a convolution's tensors.
     fn addresses(&self, convolution: &Convolution) -> Tensors<Ptr> {
         let mut offset = self.tensors.ptr;
         let [x, w, y, channel_sums] = tensor_bytes(convolution).map(|bytes| {

@@ -260,7 +260,6 @@ impl Check {
         Ok(())
     }
 
-    /// Checks that an operand in the arena is inside an allocation.
     fn check_allocated(&self, operand: Operand) -> Result<(), String> {
         let allocation = self.allocations.range(..=operand.offset).next_back();
         if operand.region == Region::Arena && allocation.is_none_or(|(_, end)| *end < operand.end()) {

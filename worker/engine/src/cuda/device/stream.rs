@@ -11,7 +11,6 @@ use std::{cell::Cell, marker::PhantomData};
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Stream(pub(in crate::cuda) sys::CUstream);
 
-/// An owned stream.
 pub(in crate::cuda) struct OwnedStream(pub(in crate::cuda) Stream);
 
 // SAFETY: a stream is not tied to a thread.
@@ -60,7 +59,6 @@ impl Stream {
             .map_err(CudaError::driver("clearing memory"))
     }
 
-    /// Whether all work on this stream is done.
     pub(in crate::cuda) fn is_idle(self) -> Result<bool, CudaError> {
         // SAFETY: the stream is alive.
         match unsafe { sys::cuStreamQuery(self.0) } {
@@ -208,7 +206,6 @@ impl Event {
         unsafe { result::event::synchronize(self.0) }.map_err(CudaError::driver("waiting for an event"))
     }
 
-    /// Whether the event has occurred.
     pub(in crate::cuda) fn has_passed(&self) -> Result<bool, CudaError> {
         // SAFETY: the event is alive.
         match unsafe { sys::cuEventQuery(self.0) } {

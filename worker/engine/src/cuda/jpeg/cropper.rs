@@ -8,7 +8,6 @@ use crate::cuda::{
     kernels::Kernels,
 };
 
-/// Converts decoded pictures to RGB, crops and resizes them, and copies them to the host.
 pub(super) struct Cropper {
     pub(super) stream: OwnedStream,
     /// Width and height of an output.

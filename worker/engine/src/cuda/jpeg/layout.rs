@@ -72,7 +72,6 @@ fn pitch(width: u32) -> usize {
     (width as usize).next_multiple_of(ROW_ALIGN)
 }
 
-/// Size of a plane in bytes.
 fn plane_bytes(width: u32, height: u32) -> usize {
     (pitch(width) * height as usize).next_multiple_of(ALIGN)
 }

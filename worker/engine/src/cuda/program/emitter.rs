@@ -207,7 +207,6 @@ impl<'a> GraphEmitter<'a> {
         self.commands.push(Command::Part(part));
     }
 
-    /// Appends kernels on `stream`.
     fn push_on(&mut self, stream: StreamId, kernels: impl IntoIterator<Item = Kernel>) {
         self.commands.extend(kernels.into_iter().map(|kernel| Command::Kernel { stream, kernel }));
     }
@@ -225,7 +224,6 @@ impl<'a> GraphEmitter<'a> {
         self.commands.push(Command::Wait { stream, event });
     }
 
-    /// Allocates `bytes` for `content`.
     fn alloc_bytes(&mut self, bytes: usize, content: Content) -> Operand {
         let allocation = self.arena.alloc(bytes);
         self.commands.push(Command::Alloc { content, at: allocation });
@@ -271,12 +269,10 @@ impl<'a> GraphEmitter<'a> {
         dx
     }
 
-    /// Exchanges messages with other ranks of `group`.
     fn exchange(&mut self, group: Group, sends: Messages, receives: Messages, dtype: DType) {
         self.commands.push(Command::Exchange { stream: StreamId::Main, group, sends, receives, dtype });
     }
 
-    /// Bytes of a tensor of the whole batch.
     fn tensor_bytes(&self, tensor: TensorId) -> usize {
         self.plan.values(tensor) * self.plan.dtype.size()
     }
@@ -360,7 +356,6 @@ enum Stamp {
 }
 
 impl Stamp {
-    /// The memory of this time stamp.
     fn operand(self) -> Operand {
         Operand::new(Region::Stamps, 8 * self as usize, 8)
     }

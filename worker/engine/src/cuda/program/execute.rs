@@ -100,7 +100,6 @@ impl Program {
         Ok(base.wrapping_add(operand.offset as u64))
     }
 
-    /// Address of a region, if it exists.
     fn region(&self, region: Region, pictures: Ptr) -> Option<Ptr> {
         let scaling =
             |axis: usize| self.scalings.get(&self.plan.network.image_size).map(|tables| &tables[axis].on_gpu);

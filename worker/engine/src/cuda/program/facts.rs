@@ -40,7 +40,6 @@ pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) has_class_weights: bool,
     /// Whether a step may have several micro-batches.
     pub(in crate::cuda) accumulates: bool,
-    /// Whether loss scaling is dynamic.
     pub(in crate::cuda) has_dynamic_scale: bool,
     /// How ranks reduce statistics; `None` for a single rank, which does not exchange gradients either.
     pub(in crate::cuda) statistics: Option<&'a Statistics>,
@@ -182,7 +181,6 @@ impl Facts<'_> {
         UpdatedRange { flat, optimizer_slots, rates: self.all_rates() }
     }
 
-    /// The rates of all parameters.
     pub(super) fn all_rates(&self) -> ops::Rates {
         let count = self.layout.parameters_with_gradients().len();
         let (segments, per_parameter, squares) = match self.share {
@@ -225,7 +223,6 @@ impl Facts<'_> {
         Operand::new(region, 0, 8 * self.plan.network.tensors[tensor].channels)
     }
 
-    /// How a batch norm's sums are reduced.
     pub(super) fn reduction(&self, node: &Norm, pass: NormPass) -> ops::Reduce {
         let channels = self.plan.network.tensors[node.input].channels;
         if *self.plan.network.placement(node.input) != Placement::Batch && self.data_ranks == 1 {

@@ -25,9 +25,7 @@ const MAX_CHUNK_WEIGHTS: usize = if cfg!(test) { 1 << 14 } else { 1 << 28 };
 /// A last layer whose classes are split over the ranks of a model group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::cuda) struct SplitHead {
-    /// Number of ranks of the group.
     pub(in crate::cuda) ranks: usize,
-    /// This rank's index in the group.
     pub(in crate::cuda) rank: usize,
     /// Rank `r` has the classes from `bounds[r]` to `bounds[r + 1]`.
     pub(in crate::cuda) bounds: Vec<usize>,
@@ -44,7 +42,6 @@ pub(in crate::cuda) struct SampledClasses {
     pub(in crate::cuda) drawn_count: usize,
     /// Maximum number of sampled classes.
     pub(in crate::cuda) capacity: usize,
-    /// Number of chunks into which these classes are divided.
     pub(in crate::cuda) chunk_count: usize,
     pub(in crate::cuda) seed: u64,
 }
@@ -58,12 +55,10 @@ impl SplitHead {
         Some(Self { ranks: bounds.len() - 1, rank, bounds, chunk_count, sampled_classes: None })
     }
 
-    /// This rank's classes.
     pub(in crate::cuda) fn own_classes(&self) -> Range<usize> {
         self.bounds[self.rank]..self.bounds[self.rank + 1]
     }
 
-    /// Maximum number of classes of a rank.
     pub(in crate::cuda) fn max_classes(&self) -> usize {
         max_classes(&self.bounds)
     }
@@ -220,7 +215,6 @@ impl StepPlan {
         self.norms().find(|node| node.norm == index).unwrap_or_else(|| unreachable!("no batch norm {index}"))
     }
 
-    /// Whether exactly one operation reads `tensor`.
     pub(super) fn is_read_once(&self, tensor: TensorId) -> bool {
         self.ops.iter().flat_map(FusedOp::reads).filter(|read| *read == tensor).count() == 1
     }
@@ -243,17 +237,14 @@ impl StepPlan {
         last_layer(&self.network)
     }
 
-    /// Whether ranks share the rows of pictures.
     pub(super) fn shares_rows(&self) -> bool {
         self.network.rows(self.network.input()).is_some()
     }
 
-    /// Number of chunks of the logits in memory.
     pub(super) fn chunk_count(&self) -> usize {
         self.head.as_ref().map_or(1, |head| head.chunk_count)
     }
 
-    /// Number of classes of a chunk.
     pub(super) fn chunk_classes(&self) -> usize {
         self.padded_classes / self.chunk_count()
     }

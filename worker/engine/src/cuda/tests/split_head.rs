@@ -341,7 +341,6 @@ fn gpus_that_split_operators_in_16_bits_are_near_one_rank() {
     }
 }
 
-/// Two copies of a network on two ranks each.
 #[test]
 #[ignore = "needs 4 GPUs"]
 fn gpus_in_a_mesh_that_split_operators_train_as_one_rank() {
@@ -358,7 +357,6 @@ fn gpus_two_copies_of_a_split_head_train_as_one_rank() {
     compare(Case { mesh: [2, 2], classes: 1003, accumulate: 2, ..CASE }, 1e-5, 1e-3);
 }
 
-/// GPUs sample the same classes as CPU ranks.
 #[test]
 #[ignore = "needs 2 GPUs"]
 fn gpus_a_split_head_samples_as_cpu_ranks_do() {
@@ -373,7 +371,6 @@ fn gpus_a_split_head_samples_as_cpu_ranks_do() {
     compare(Case { classes: 11, sample_share: 0.3, ..CASE }, 1e-5, 1e-3);
 }
 
-/// ArcFace and CosFace.
 #[test]
 #[ignore = "needs 2 GPUs"]
 fn gpus_a_head_with_a_margin_trains_as_one_rank() {
@@ -392,7 +389,6 @@ fn gpus_a_head_with_a_margin_trains_as_one_rank() {
     }
 }
 
-/// Two ranks that continue from their checkpoint compute equal bits.
 #[test]
 #[ignore = "needs 2 GPUs"]
 fn gpus_a_split_head_continues_from_its_checkpoint() {

@@ -3,7 +3,6 @@
 use super::*;
 
 impl<'a> GraphEmitter<'a> {
-    /// The backward pass of the operation with this index.
     pub(super) fn backward(&mut self, index: usize, micro_batch: MicroBatch) -> Result<(), EngineError> {
         let op = &self.plan.ops[index];
         match op {

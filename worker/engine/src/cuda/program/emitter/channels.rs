@@ -193,12 +193,10 @@ impl GraphEmitter<'_> {
     }
 }
 
-/// Number of channels of a rank.
 fn channels_of(bounds: &[usize], rank: usize) -> usize {
     bounds[rank + 1] - bounds[rank]
 }
 
-/// Number of channels of all ranks.
 fn all_channels(bounds: &[usize]) -> usize {
     bounds[bounds.len() - 1]
 }

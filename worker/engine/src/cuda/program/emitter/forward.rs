@@ -53,7 +53,6 @@ impl<'a> GraphEmitter<'a> {
         self.push(facts.ops.gather(batch, size, mode, scaling));
     }
 
-    /// The forward pass of the operation with this index.
     pub(super) fn forward(&mut self, index: usize, phase: Phase) -> Result<(), EngineError> {
         let trains = matches!(phase, Phase::Train(_));
         let op = &self.plan.ops[index];
@@ -151,7 +150,6 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// Appends a convolution.
     pub(super) fn convolve(&mut self, stream: StreamId, convolution: Convolution, tensors: Tensors<Operand>) {
         // Weight gradients may run concurrently with other convolutions, so they have their own workspace.
         let workspace = Operand::whole(match convolution.direction {

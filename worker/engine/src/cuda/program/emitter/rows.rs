@@ -207,7 +207,6 @@ impl<'a> GraphEmitter<'a> {
         self.push(self.facts.ops.take_rows(take));
     }
 
-    /// Exchanges rows with other ranks, if there are any to exchange.
     fn exchange_rows(&mut self, sends: Messages, receives: Messages) {
         if !sends.is_empty() || !receives.is_empty() {
             self.exchange(Group::Height, sends, receives, self.plan.dtype);

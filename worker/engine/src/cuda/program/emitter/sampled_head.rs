@@ -83,7 +83,6 @@ impl GraphEmitter<'_> {
         })
     }
 
-    /// Allocates the gradient of the sampled rows.
     pub(super) fn alloc_sampled_gradient(&mut self) -> Option<Operand> {
         let bytes = self.sampled_head.as_ref()?.weights.bytes;
         let at = self.alloc_bytes(bytes, Content::Head);
@@ -91,7 +90,6 @@ impl GraphEmitter<'_> {
         Some(at)
     }
 
-    /// Allocates the gradient of the sampled biases.
     pub(super) fn alloc_sampled_bias_gradient(&mut self) -> Option<Operand> {
         let bytes = self.sampled_head.as_ref()?.bias.bytes;
         let at = self.alloc_bytes(bytes, Content::Head);
@@ -177,12 +175,10 @@ impl GraphEmitter<'_> {
         self.free_now(memory.sample);
     }
 
-    /// Maximum number of sampled rows.
     fn sample_capacity(&self) -> usize {
         self.plan.sampled_classes().map_or(0, |sampled| sampled.capacity)
     }
 
-    /// The kernels' description of the rows.
     fn kernel_rows(&self, GatheredRows { all, sampled, row_bytes }: GatheredRows) -> ops::ParameterRows {
         ops::ParameterRows { all, sampled, row_bytes, capacity: self.sample_capacity() }
     }

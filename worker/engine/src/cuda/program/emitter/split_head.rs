@@ -274,12 +274,10 @@ impl GraphEmitter<'_> {
         })
     }
 
-    /// Number of `u32` words of a control block.
     pub(super) fn control_words(&self) -> u32 {
         Inputs::control_words(self.plan.batch) as u32
     }
 
-    /// Gathers the control blocks of all ranks of the model group.
     pub(super) fn gather_controls(&mut self) {
         self.collective(Collective::AllGather, CONTROL, CONTROLS, self.control_words() as usize, DType::F32);
     }

@@ -51,7 +51,6 @@ impl GraphEmitter<'_> {
         }
     }
 
-    /// Sums values over all ranks.
     pub(super) fn all_reduce(&mut self, stream: StreamId, at: Operand, dtype: impl Into<DataType>) {
         self.commands.push(Command::all_reduce(stream, Group::World, at, dtype));
     }

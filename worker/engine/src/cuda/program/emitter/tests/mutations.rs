@@ -76,7 +76,6 @@ fn an_allocation_that_is_moved_is_refused() {
     }
 }
 
-/// Two tensors that are live at the same time are allocated at the same offset.
 #[test]
 fn allocations_that_overlap_are_refused() {
     let commands = valid_commands(&settings()[0]);
@@ -117,7 +116,6 @@ fn memory_that_is_freed_too_early_or_twice_is_refused() {
     }
 }
 
-/// A group of ranks must not be used from two streams at the same time.
 #[test]
 fn collectives_on_two_streams_are_ordered() {
     let reduce = |stream: StreamId, region: Region| {
@@ -189,7 +187,6 @@ fn an_update_that_the_host_could_not_stop_is_refused() {
     }
 }
 
-/// Running statistics are copied once per step, before any command changes them.
 #[test]
 fn a_step_saves_running_statistics_before_they_change() {
     for setting in settings() {
@@ -216,7 +213,6 @@ fn a_step_saves_running_statistics_before_they_change() {
     }
 }
 
-/// The gradients to which a micro-batch adds must come from an earlier micro-batch.
 #[test]
 fn adding_to_gradients_that_do_not_exist_is_refused() {
     for setting in settings() {

@@ -54,7 +54,6 @@ fn commands_are_valid_and_match_those_of_the_other_ranks() {
     }
 }
 
-/// A rank uses everything that it receives.
 #[test]
 fn a_missing_exchange_is_refused() {
     let part = part(&build(Arch::ResNet18, Stem::Cifar, 32, 1001), [1, 1, 2], 1, &[]);

@@ -125,7 +125,6 @@ fn evaluations_pass_from_stage_to_stage() {
     assert_eq!((&sent[..], &received[..]), (&[(1, true, bytes(sent))][..], &[(0, false, bytes(sent))][..]));
 }
 
-/// A stage uses every message that it receives.
 #[test]
 fn a_message_that_a_stage_misses_is_refused() {
     let stages = parts(&build(Arch::ResNet18, Stem::Cifar, 32, 10), [3, 1, 1]);

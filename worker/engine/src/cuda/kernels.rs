@@ -19,15 +19,13 @@ use lockstep_host::{
     gpu::libraries::{self, Library},
     lock,
 };
+use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use std::{
     collections::HashMap,
     ffi::{CStr, CString, c_void},
     path::Path,
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::Mutex,
     time::Duration,
 };
 
@@ -255,8 +253,7 @@ fn compile_each(
     write: impl Fn(&str, &[u8]) -> Result<(), String> + Sync,
 ) -> Result<(), String> {
     let cases: Vec<_> = capabilities.iter().flat_map(|c| DTYPES.map(|dtype| (*c, dtype))).collect();
-    let (next_case, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-    let compile_one = |capability, dtype| {
+    let compile_one = |(capability, dtype)| {
         let mut options = options(capability, dtype);
         let name = cache_name(capability, dtype, &options);
         options.extend(extra_options.iter().map(|option| (*option).to_owned()));
@@ -264,16 +261,7 @@ fn compile_each(
         let image = installed.map_or_else(|| compile(&options), Ok);
         write(&name, &image.map_err(|e| format!("{capability} {}: {e}", dtype.name()))?)
     };
-    let compile_remaining = || {
-        while let Some(&(capability, dtype)) = cases.get(next_case.fetch_add(1, Ordering::Relaxed)) {
-            if let Err(error) = compile_one(capability, dtype) {
-                lock(&failures).push(error);
-            }
-        }
-    };
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    std::thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(compile_remaining))));
-    let failures = failures.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let failures: Vec<String> = cases.into_par_iter().filter_map(|case| compile_one(case).err()).collect();
     if failures.is_empty() { Ok(()) } else { Err(failures.join("\n")) }
 }
 

@@ -100,15 +100,9 @@ impl Ops {
         accumulate: bool,
     ) -> Kernel {
         let (rows, channels) = (shape.pictures * shape.pixels, shape.channels);
-        let args = [
-            Arg::In(dy),
-            Arg::out(dbias, accumulate),
-            Arg::U32(rows),
-            Arg::U32(channels),
-            Arg::U32(accumulate.into()),
-            Arg::Out(self.partials()),
-            self.counter(NORM_COUNTER),
-        ];
+        let mut args = vec![Arg::In(dy), Arg::out(dbias, accumulate)];
+        args.extend([rows, channels, accumulate.into()].map(Arg::U32));
+        args.extend([Arg::Out(self.partials()), self.counter(NORM_COUNTER)]);
         let blocks = (rows * (channels / 8)).div_ceil(256 * 8).clamp(1, self.multiprocessors);
         kernel("row_sums", plain([blocks, 1, 1], [256, 1, 1]), args)
     }

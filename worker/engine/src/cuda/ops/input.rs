@@ -78,14 +78,8 @@ impl Ops {
         };
         let mut args = vec![Arg::In(PICTURES)];
         args.extend([height, width, p.channels, p.side, crop_padding, mode].map(Arg::U32));
-        args.extend([
-            Arg::In(CONTROL),
-            Arg::U32(p.pictures),
-            Arg::In(Operand::whole(Region::Normalisation)),
-            Arg::out(p.output, p.is_folded),
-            Arg::U32(p.padded),
-            Arg::U32(p.is_folded.into()),
-        ]);
+        args.extend([Arg::In(CONTROL), Arg::U32(p.pictures), Arg::In(Operand::whole(Region::Normalisation))]);
+        args.extend([Arg::out(p.output, p.is_folded), Arg::U32(p.padded), Arg::U32(p.is_folded.into())]);
         let blocks = self.multiprocessors * 8;
         let pictures = p.pictures.max(1);
         let Some([rows, columns]) = scaling else {
@@ -111,16 +105,8 @@ impl Ops {
 
     /// Converts normalised float32 pictures `[pictures, side, side, channels]`, made by the host, to T.
     pub(in crate::cuda) fn pad_channels(&self, p: BatchInput) -> Kernel {
-        let args = [
-            Arg::In(PICTURES),
-            Arg::out(p.output, p.is_folded),
-            Arg::In(CONTROL),
-            Arg::U32(p.pictures),
-            Arg::U32(p.side),
-            Arg::U32(p.channels),
-            Arg::U32(p.padded),
-            Arg::U32(p.is_folded.into()),
-        ];
+        let mut args = vec![Arg::In(PICTURES), Arg::out(p.output, p.is_folded), Arg::In(CONTROL)];
+        args.extend([p.pictures, p.side, p.channels, p.padded, p.is_folded.into()].map(Arg::U32));
         let pixels = u64::from(p.pictures) * u64::from(p.side) * u64::from(p.side);
         kernel("pad_channels", self.per_item(pixels, 8), args)
     }

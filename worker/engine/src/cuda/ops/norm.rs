@@ -122,17 +122,12 @@ impl NormSite {
     }
 
     pub(super) fn forward_args(&self, reduce: Reduce) -> [Arg; 9] {
-        let args = [
-            Arg::In(self.gamma),
-            Arg::In(self.beta),
-            Arg::InOut(self.running_mean),
-            Arg::InOut(self.running_var),
-            Arg::Out(self.mean),
-            Arg::Out(self.inv_std),
-            Arg::Out(self.scale),
-            Arg::Out(self.bias),
-            Arg::F32(self.running_momentum),
-        ];
+        let [gamma, beta] = [self.gamma, self.beta].map(Arg::In);
+        let [mean, var] = [self.running_mean, self.running_var].map(Arg::InOut);
+        let [batch_mean, inv_std, scale, bias] =
+            [self.mean, self.inv_std, self.scale, self.bias].map(Arg::Out);
+        let momentum = Arg::F32(self.running_momentum);
+        let args = [gamma, beta, mean, var, batch_mean, inv_std, scale, bias, momentum];
         if reduce.stores_sums() { args.map(Arg::unused) } else { args }
     }
 

@@ -110,12 +110,8 @@ impl Ops {
     /// the scale after 2,000 finite steps. Traffic: all gradients once.
     pub(in crate::cuda) fn gradient_norm(&self, gradients: Gradients, is_dynamic: bool) -> Kernel {
         let mut args = gradients.args().to_vec();
-        args.extend([
-            Arg::InOut(SCALER),
-            Arg::U32(is_dynamic.into()),
-            Arg::Out(self.partials()),
-            self.counter(NORM_COUNTER),
-        ]);
+        args.extend([Arg::InOut(SCALER), Arg::U32(is_dynamic.into())]);
+        args.extend([Arg::Out(self.partials()), self.counter(NORM_COUNTER)]);
         kernel("gradient_norm", self.norm_geometry(gradients), args)
     }
 
@@ -159,15 +155,8 @@ impl Ops {
     /// Computes the rate of each parameter. Runs after [`Ops::lars_norms`]. `decay` is the weight decay of the parameters whose rate LARS
     /// scales by norms.
     pub(in crate::cuda) fn lars_rates(&self, rates: Rates, decay: f32) -> Kernel {
-        let args = [
-            Arg::In(rates.squares),
-            Arg::In(rates.segments),
-            Arg::U32(rates.count),
-            Arg::In(SCALER),
-            Arg::F32(LARS_TRUST),
-            Arg::F32(decay),
-            Arg::Out(rates.per_parameter),
-        ];
+        let mut args = vec![Arg::In(rates.squares), Arg::In(rates.segments), Arg::U32(rates.count)];
+        args.extend([Arg::In(SCALER), Arg::F32(LARS_TRUST), Arg::F32(decay), Arg::Out(rates.per_parameter)]);
         kernel("lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
     }
 
@@ -193,16 +182,9 @@ impl Ops {
         let [weights, low_precision] = flat.weights_args();
         let mut args = vec![weights, Arg::InOut(velocity), low_precision];
         args.extend(flat.gradients.args());
-        args.extend([
-            Arg::In(CONTROL),
-            Arg::In(SCALER),
-            Arg::F32(momentum),
-            Arg::F32(flat.decay[0]),
-            Arg::F32(flat.decay[1]),
-            Arg::In(segments),
-            Arg::In(per_parameter),
-            Arg::U32(count),
-        ]);
+        args.extend([Arg::In(CONTROL), Arg::In(SCALER), Arg::F32(momentum)]);
+        args.extend(flat.decay.map(Arg::F32));
+        args.extend([Arg::In(segments), Arg::In(per_parameter), Arg::U32(count)]);
         kernel(name, self.per_item(flat.gradients.length / 8, 6), args)
     }
 

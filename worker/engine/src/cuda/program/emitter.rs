@@ -184,22 +184,19 @@ impl<'a> GraphEmitter<'a> {
 
     fn count_readers(&mut self, phase: Phase) {
         for op in &self.plan.ops {
-            match (phase, op) {
-                (Phase::Evaluate, _) => {
-                    op.reads().into_iter().for_each(|tensor| self.remaining_readers[tensor] += 1)
-                }
-                (Phase::Train(_), FusedOp::Conv(Conv { input, .. }) | FusedOp::Linear { input, .. }) => {
-                    self.remaining_readers[*input] += 1;
-                }
-                (
-                    Phase::Train(_),
-                    FusedOp::Norm(Norm { input, overwrites_input: false, .. }) | FusedOp::Gelu { input, .. },
-                ) => {
-                    self.remaining_readers[*input] += 1;
-                }
-                (Phase::Train(_), FusedOp::Relu { output, .. }) => self.remaining_readers[*output] += 1,
-                (Phase::Train(_), _) => {}
-            }
+            let read_in_backward = match op {
+                FusedOp::Conv(Conv { input, .. })
+                | FusedOp::Linear { input, .. }
+                | FusedOp::Norm(Norm { input, overwrites_input: false, .. })
+                | FusedOp::Gelu { input, .. } => Some(*input),
+                FusedOp::Relu { output, .. } => Some(*output),
+                _ => None,
+            };
+            let read = match phase {
+                Phase::Evaluate => op.reads(),
+                Phase::Train(_) => read_in_backward.into_iter().collect(),
+            };
+            read.into_iter().for_each(|tensor| self.remaining_readers[tensor] += 1);
         }
     }
 

@@ -92,13 +92,8 @@ impl Ops {
         };
         let mut args = [p.x, p.site.scale, p.site.bias].map(Arg::In).to_vec();
         args.extend(p.shortcut.args());
-        args.extend([
-            Arg::Out(p.y),
-            Arg::Out(p.mask),
-            Arg::U32(p.has_relu.into()),
-            Arg::U32(p.shape.rows()),
-            Arg::U32(p.shape.channels),
-        ]);
+        args.extend([p.y, p.mask].map(Arg::Out));
+        args.extend([p.has_relu.into(), p.shape.rows(), p.shape.channels].map(Arg::U32));
         let geometry = self.grid_stride(p.shape.rows(), p.shape.channels, 256, per_multiprocessor);
         kernel(name, geometry, args)
     }

@@ -11,6 +11,7 @@ use super::{
     statistics::Statistics,
 };
 use crate::{DeviceConfig, EngineError};
+use bytemuck::{Pod, Zeroable};
 use lockstep_comm::{
     CommError, DataType, Exchange, ProcessGroup, first_differing_rank,
     nccl::Nccl,
@@ -19,7 +20,7 @@ use lockstep_comm::{
 use std::sync::Arc;
 
 /// The addresses of all ranks' exchange buffers for kernels: `Peers` in `peers.cu`.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 struct Table {
     rank: u32,
@@ -27,11 +28,6 @@ struct Table {
     data: [u64; MAX_PEERS],
     abort: u64,
 }
-
-// SAFETY: integers without padding.
-unsafe impl bytemuck::Zeroable for Table {}
-// SAFETY: as above.
-unsafe impl bytemuck::Pod for Table {}
 
 /// Memory for batch norm's sums.
 enum Memory {

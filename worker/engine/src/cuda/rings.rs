@@ -1,13 +1,12 @@
 //! Ring buffers in page-locked memory, through which the host sends control blocks to the GPU and receives results
 //! without driver calls.
 
-#![allow(unsafe_code)] // `Control` and `Record` are declared `bytemuck::Pod`, so that they can be copied as bytes.
-
 use super::{
     command::{Operand, Region},
     device::{Buffer, Device, Pinned},
     error::CudaError,
 };
+use bytemuck::{Pod, Zeroable};
 use lockstep_data::loader::{Batch, MixParams};
 use std::ops::Range;
 
@@ -22,7 +21,7 @@ const _: () = assert!(SLOTS.is_power_of_two() && RESULTS.is_power_of_two());
 
 /// A micro-batch's inputs; `Control` in `numbers.cu`. In memory, four arrays over the pictures follow: index in
 /// the dataset, augmentation parameters, label, and label of the picture that is mixed in.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Control {
     /// Number of real pictures. The remaining pictures of the batch are padding.
@@ -57,16 +56,11 @@ impl Control {
     }
 }
 
-// SAFETY: numbers without padding.
-unsafe impl bytemuck::Zeroable for Control {}
-// SAFETY: as above.
-unsafe impl bytemuck::Pod for Control {}
-
 /// Number of `u32` words of a [`Control`].
 const CONTROL_WORDS: usize = size_of::<Control>() / 4;
 
 /// Results of a step; `Result` in `step.cu`.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Record {
     /// The step's number, from 1; written last.
@@ -85,11 +79,6 @@ pub(super) struct Record {
     /// GPU clock in nanoseconds at: begin, end of backward, end of the reduction of gradients, end.
     pub(super) stamps: [u64; 4],
 }
-
-// SAFETY: numbers without padding.
-unsafe impl bytemuck::Zeroable for Record {}
-// SAFETY: as above.
-unsafe impl bytemuck::Pod for Record {}
 
 /// The ring of control blocks.
 pub(super) struct Inputs {

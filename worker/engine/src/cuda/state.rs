@@ -1,7 +1,5 @@
 //! The training state on the GPU: weights, optimizer state and batch norm's running statistics.
 
-#![allow(unsafe_code)] // `Scaler` is declared `bytemuck::Pod`, so that it can be copied as bytes.
-
 use super::{
     command::{Kernel, Operand, Region, UPDATING},
     device::{Buffer, Device, Pinned, Ptr},
@@ -16,12 +14,13 @@ use crate::{
     EngineError, LossScaling, Optimizer, OptimizerState,
     sharding::{Share, saving_in_words},
 };
+use bytemuck::{Pod, Zeroable};
 use lockstep_comm::ProcessGroup;
 use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
 use std::{mem::offset_of, ops::Range};
 
 /// Loss scaling, and the state of the latest step's gradients and update. The same layout as `Scaler` in `optimizer.cu`.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Scaler {
     /// Loss scale of the next step.
@@ -47,11 +46,6 @@ pub(super) struct Scaler {
 
 const _: () = assert!(UPDATING.offset == offset_of!(Scaler, updating));
 const _: () = assert!(offset_of!(Scaler, held) == 40 && size_of::<Scaler>() == 48);
-
-// SAFETY: numbers without padding.
-unsafe impl bytemuck::Zeroable for Scaler {}
-// SAFETY: as above.
-unsafe impl bytemuck::Pod for Scaler {}
 
 /// A value that is never a number of finished steps.
 const NO_STEP: u32 = u32::MAX;
@@ -111,7 +105,7 @@ impl State {
             _ => Some(device.zeros((layout.matrix_len - planar_len) * dtype.size())?),
         };
         let held = Pinned::new(size_of::<u32>())?;
-        let scaler = Scaler { scale: first_scale, held: held.device, ..bytemuck::Zeroable::zeroed() };
+        let scaler = Scaler { scale: first_scale, held: held.device, ..Zeroable::zeroed() };
         Ok(Self {
             weights: device.zeros(4 * layout.len)?,
             optimizer,
@@ -360,7 +354,7 @@ impl State {
     }
 
     pub(super) fn read_scaler(&self) -> Result<Scaler, CudaError> {
-        let mut scaler: [Scaler; 1] = bytemuck::Zeroable::zeroed();
+        let mut scaler: [Scaler; 1] = Zeroable::zeroed();
         self.scaler.read(0, &mut scaler)?;
         Ok(scaler[0])
     }

@@ -1,5 +1,4 @@
-//! Allocator of activations and their gradients in one block of memory. A step always allocates and frees in the same order,
-//! so its offsets are always the same.
+//! Allocator of memory for activations and their gradients. Every step allocates and frees in the same order, and gets the same offsets.
 
 use super::command::{Operand, Region};
 

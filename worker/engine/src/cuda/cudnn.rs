@@ -1,8 +1,5 @@
-//! Convolutions with cuDNN's backend API: the operation graph of one convolution, and execution plans
-//! of the engines that can run it.
-//!
-//! As in NVIDIA's cuDNN backend documentation, every descriptor is created, given attributes and
-//! finalised. An execution plan is an engine with knob settings, ready to run.
+//! Convolutions with cuDNN's backend API: the operation graph of one convolution, and execution plans of the engines that can run it. An
+//! execution plan is an engine with knob settings, ready to run.
 
 #![allow(unsafe_code)] // The backend API is C: attributes are pointers to arrays of a stated type.
 

@@ -1,7 +1,6 @@
-//! Decoding of JPEG files by the GPU's hardware decoder (nvJPEG) into planes. One kernel per group of pictures then converts to
-//! RGB, crops and resizes. With nvJPEG's own conversion, there would be one kernel per picture, each of which waits for the kernels of a
-//! training step. The pixels are copied back to the host, where batches are assembled from all decoders. These copies are small,
-//! and all later transforms are the same for every decoder.
+//! Decoding of JPEG files by the GPU's hardware decoder (nvJPEG) into planes. One kernel per group of pictures then converts to RGB, crops
+//! and resizes. nvJPEG's own conversion would launch a kernel for each picture, and each would wait for kernels of a training step. The
+//! pixels are copied back to the host, where all later transforms are the same for every decoder.
 
 use super::{
     device::{Buffer, Device, Event, Pinned},
@@ -37,8 +36,7 @@ const SESSIONS: usize = 3;
 /// training step's kernels, few enough for a short latency.
 const MAX_GROUP_PICTURES: usize = 128;
 
-/// Maximum mean difference between the pixels (0 to 255) of the GPU's and of the CPU's decoder for the test pictures. Decoders round
-/// differently.
+/// Maximum mean difference, of 255, between the test pictures of the GPU's and of the CPU's decoder. Decoders round differently.
 const MAX_DIFFERENCE: f64 = 3.0;
 
 /// Value of planes where nothing was decoded: grey.
@@ -204,8 +202,7 @@ impl Session {
         Ok(Self { state, decoded: None, files: None, cropper, done: Event::sleeping().map_err(describe)? })
     }
 
-    /// Decodes the supported pictures, and returns for each picture whether it is supported. All GPU work has completed
-    /// on return.
+    /// Decodes the supported pictures, and returns for each picture whether it is supported. Waits for all GPU work.
     fn decode(
         &mut self,
         decoder: &JpegDecoder,

@@ -204,8 +204,7 @@ impl Drop for Kernels {
     }
 }
 
-/// Checks that a block's dynamic shared memory, `bytes`, does not exceed `max_bytes`. Only kernels that resize wide
-/// pictures can exceed it. All other kernels fit on every supported GPU.
+/// Checks that a block's dynamic shared memory, `bytes`, fits. Only kernels that resize wide pictures can need too much.
 fn check_shared_memory(kernel: &str, bytes: u32, max_bytes: u32) -> Result<(), CudaError> {
     if bytes <= max_bytes {
         return Ok(());
@@ -229,9 +228,8 @@ fn options(capability: u32, dtype: DType) -> Vec<String> {
     options
 }
 
-/// Writes the kernels for every GPU of [`CAPABILITIES`] in every floating-point format into `dir`, under the names that
-/// [`Kernels::load`] reads. Copies kernels that a package has installed, and compiles others, which needs NVRTC but no
-/// GPU, and takes minutes.
+/// Writes the kernels for every GPU of [`CAPABILITIES`] in every floating-point format into `dir`, under the names that [`Kernels::load`]
+/// reads. Copies installed kernels, and compiles others, which needs NVRTC but no GPU, and takes minutes.
 ///
 /// # Errors
 /// NVRTC is missing or rejects the kernels, or `dir` cannot be written.
@@ -244,9 +242,8 @@ pub fn compile_all(dir: &Path) -> Result<(), String> {
     })
 }
 
-/// Compiles the kernels for these compute capabilities in every floating-point format, except installed kernels, on all
-/// cores, with the options `extra_options` in addition to the engine's. Calls `write` with the name and the content of
-/// each file.
+/// Compiles the kernels for these compute capabilities in every floating-point format. With `extra_options`, also compiles installed
+/// kernels. Calls `write` with the name and the content of each file.
 fn compile_each(
     capabilities: &[u32],
     extra_options: &[&str],
@@ -274,8 +271,7 @@ fn cache_name(capability: u32, dtype: DType, options: &[String]) -> String {
     format!("kernels-sm{capability}-{}-{key}.cubin", dtype.name())
 }
 
-/// Loads the module that a package has installed, or else the module in the cache. Removes a file of the cache that the driver cannot
-/// load. `None` if there is no module that the driver can load.
+/// Loads the installed module, or else the module in the cache. Removes a file of the cache that the driver cannot load.
 fn load_cached(name: &str) -> Option<sys::CUmodule> {
     let warn = |e: &CudaError| tracing::warn!("the installed {name} cannot be used: {e}");
     let installed = cache::read_installed(name).and_then(|image| load_module(&image).inspect_err(warn).ok());

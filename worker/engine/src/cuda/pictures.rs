@@ -56,7 +56,7 @@ const SLOTS: usize = 3;
 
 /// Copies batches to the GPU through page-locked buffers.
 pub(super) struct Staging {
-    format: BatchFormat,
+    pub(super) format: BatchFormat,
     /// Size of a batch in bytes.
     bytes: usize,
     host: Pinned,
@@ -89,10 +89,6 @@ impl Staging {
             consumed: events()?,
             sent_count: 0,
         })
-    }
-
-    pub(super) fn format(&self) -> BatchFormat {
-        self.format
     }
 
     /// Whether the host may write to the next slot, so that [`Staging::send`] does not wait for a step, which may wait for other ranks.

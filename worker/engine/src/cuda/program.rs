@@ -102,6 +102,9 @@ pub(super) enum Input {
 }
 
 impl Input {
+    /// The input of a pass that reads no pictures, or whose address is not used.
+    pub(super) const NONE: Self = Input::Staged { at: 0, format: BatchFormat::Bytes };
+
     pub(super) fn address(self) -> Ptr {
         match self {
             Input::Dataset { pictures, .. } => pictures,
@@ -387,10 +390,9 @@ impl Program {
     /// this rank's classes.
     pub(super) fn read_own_logits(&mut self, head: &SplitHead) -> Result<Vec<f32>, EngineError> {
         self.main_stream.0.synchronize()?;
-        let (tensor, input) =
-            (self.plan.network.logits(), Input::Staged { at: 0, format: BatchFormat::Bytes });
+        let tensor = self.plan.network.logits();
         // Emitting the commands again gives the offset at which the logits are in the arena.
-        let commands = self.commands(Phase::Evaluate, input, StreamId::Side)?;
+        let commands = self.commands(Phase::Evaluate, Input::NONE, StreamId::Side)?;
         let offset = commands.iter().find_map(|command| match command {
             Command::Alloc { content: Content::Activation(stored), at } if *stored == tensor => {
                 Some(at.offset)

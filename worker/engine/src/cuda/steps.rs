@@ -4,8 +4,6 @@ use super::{ops::GatherMode, *};
 use crate::plan::Pass;
 use std::time::Instant;
 
-/// The input of passes that read no pictures: all backward passes, and the forward passes of all stages but the first.
-const NO_PICTURES: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
 /// How long to wait for the ring to detect an ended rank, after NCCL has reported a failure.
 const RING_DETECTION_LIMIT: Duration = Duration::from_secs(1);
 
@@ -45,7 +43,7 @@ impl CudaEngine {
                 micro_batch.pass = Some(StagePass { is_backward, memory_part, sends_gradient });
             }
             if is_backward {
-                self.launch(phase, NO_PICTURES)?;
+                self.launch(phase, Input::NONE)?;
             } else {
                 self.run(phase, control, parts[number].batch)?;
             }
@@ -106,7 +104,7 @@ impl CudaEngine {
     /// Copies the pictures of `batch` to the GPU, unless they are there already, and returns their location.
     pub(super) fn send_pictures(&mut self, phase: Phase, batch: &Batch) -> Result<Input, EngineError> {
         if self.program.network().stage().0 > 0 {
-            return Ok(NO_PICTURES);
+            return Ok(Input::NONE);
         }
         let has_pixels = batch.augment_params.len() != batch.labels.len();
         if let Some(data) = &self.dataset
@@ -124,7 +122,7 @@ impl CudaEngine {
         }
         let format = if batch.bytes.is_empty() { BatchFormat::Normalised } else { BatchFormat::Bytes };
         // A batch without pictures fits into a buffer for either format.
-        if self.staging.as_ref().is_none_or(|s| s.format() != format && !batch.labels.is_empty()) {
+        if self.staging.as_ref().is_none_or(|s| s.format != format && !batch.labels.is_empty()) {
             let values = self.config.batch_size * self.program.max_picture_values();
             self.device.synchronize()?;
             self.graphs.clear();
@@ -142,7 +140,7 @@ impl CudaEngine {
             );
         };
         staging.send(self.program.main_stream.0, batch)?;
-        Ok(Input::Staged { at: staging.input.ptr, format: staging.format() })
+        Ok(Input::Staged { at: staging.input.ptr, format: staging.format })
     }
 
     /// If the host is ahead of the GPU by more than [`MAX_STEPS_AHEAD`] steps: waits for the oldest of them and returns its result.

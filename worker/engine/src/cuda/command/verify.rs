@@ -16,10 +16,8 @@ use std::collections::{BTreeMap, HashMap};
 /// By stream: number of commands that are known to have completed.
 type Clock = [usize; StreamId::ALL.len()];
 
-/// Checks a list of commands. With `carries_over`, the list continues from the gradients and totals of an earlier micro-batch.
-///
-/// # Errors
-/// A command is invalid. The error names the first invalid command and the reason.
+/// Checks a list of commands. With `carries_over`, the list continues from the gradients and totals of an earlier micro-batch. The error
+/// names the first invalid command and the reason.
 pub(in crate::cuda) fn verify(commands: &[Command], carries_over: bool) -> Result<(), String> {
     let mut check = Check { carries_over, ..Check::default() };
     for (number, command) in commands.iter().enumerate() {
@@ -291,7 +289,7 @@ impl Check {
     }
 }
 
-/// Checks that the command at `earlier`, which `accesses` the operand, is known to have completed when the command at `position` starts.
+/// Checks that the command at `earlier` is known to have completed when the command at `position` starts. `accesses` is a verb for the error.
 fn check_order(
     earlier: Option<Position>,
     position: Position,

@@ -52,8 +52,7 @@ impl Drop for Buffer {
     }
 }
 
-/// Page-locked host memory that the GPU can access. The host's caches hold it (it is not write-combined), so that the host reads it at
-/// full speed.
+/// Page-locked host memory that the GPU can access. It is not write-combined, so that the host reads it at full speed.
 pub(in crate::cuda) struct Pinned {
     pub(super) host: NonNull<u8>,
     /// Device address.

@@ -92,8 +92,7 @@ impl Stream {
         bytes: usize,
     ) -> Result<(), CudaError> {
         assert!(bytes <= to.bytes && offset + bytes <= from.bytes, "a copy past the end of a buffer");
-        // SAFETY: both ranges are in bounds, as just checked; a buffer's owner waits for all work that uses the buffer
-        // before dropping it.
+        // SAFETY: both ranges are in bounds, as just checked; owners wait for all work that uses their memory.
         unsafe { result::memcpy_dtod_async(to.ptr, from.ptr + offset as u64, bytes, self.0) }
             .map_err(CudaError::driver("copying"))
     }
@@ -182,8 +181,7 @@ impl Event {
             .map_err(CudaError::driver("creating an event"))
     }
 
-    /// Creates an event whose [`Event::wait`] blocks instead of spinning, so that other threads can use the core. A wait takes
-    /// about 50 us longer.
+    /// Creates an event whose [`Event::wait`] blocks instead of spinning, which frees the core and takes about 50 us longer.
     pub(in crate::cuda) fn sleeping() -> Result<Self, CudaError> {
         use sys::CUevent_flags as F;
         let flags = F::CU_EVENT_BLOCKING_SYNC as u32 | F::CU_EVENT_DISABLE_TIMING as u32;

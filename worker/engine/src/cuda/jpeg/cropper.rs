@@ -21,8 +21,7 @@ pub(super) struct Cropper {
 
 impl Cropper {
     pub(super) fn new() -> Result<Self, CudaError> {
-        // The stream has a high priority, because these kernels are few and short, and would otherwise wait for all kernels of a
-        // training step.
+        // Without a high priority, these few and short kernels would wait for all kernels of a training step.
         let stream = OwnedStream::with_highest_priority()?;
         Ok(Self { stream, size: (0, 0), outputs: None, host_outputs: None, lists: None, host_lists: None })
     }

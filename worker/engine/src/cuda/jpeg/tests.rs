@@ -26,7 +26,6 @@ macro_rules! fixture {
 mod broken;
 mod gpu;
 mod planes;
-mod together;
 
 /// The kernel `crop` in Rust. Addresses in `p` are offsets in `memory`.
 fn crop(memory: &[u8], tables: &[i32], p: &Cropping, (width, height): (u32, u32)) -> Vec<u8> {

@@ -331,8 +331,7 @@ impl<'a> GraphEmitter<'a> {
 pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize, EngineError> {
     let only_micro_batch = MicroBatch { is_first: true, is_last: true, is_full: true, pass: None };
     let bytes_of = |phase: Phase, weight_gradient_stream: StreamId| -> Result<usize, EngineError> {
-        let input = Input::Staged { at: 0, format: BatchFormat::Bytes };
-        Ok(emit(facts, phase, input, weight_gradient_stream)?.arena_bytes)
+        Ok(emit(facts, phase, Input::NONE, weight_gradient_stream)?.arena_bytes)
     };
     let evaluation = bytes_of(Phase::Evaluate, StreamId::Side)?;
     if !trains {

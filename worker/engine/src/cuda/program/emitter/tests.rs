@@ -24,7 +24,6 @@ mod stages;
 
 /// The only micro-batch of a step, with a full batch.
 const ONLY: MicroBatch = MicroBatch { is_first: true, is_last: true, is_full: true, pass: None };
-const STAGED: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
 
 fn build(arch: Arch, stem: Stem, side: usize, classes: usize) -> Arc<Network> {
     Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, classes).unwrap())
@@ -140,7 +139,7 @@ impl Setting {
     /// Emits the commands, with or without a second stream for weight gradients. Returns them with the result of their verification.
     fn emit(&self, phase: Phase, side_stream: bool) -> (Emitted, Result<(), String>) {
         let stream = if side_stream { StreamId::Side } else { StreamId::Main };
-        let emitted = emit(&self.facts(), phase, STAGED, stream).unwrap();
+        let emitted = emit(&self.facts(), phase, Input::NONE, stream).unwrap();
         let checked = verify::verify(&emitted.commands, phase.carries_over());
         (emitted, checked)
     }

@@ -44,17 +44,13 @@ impl Statistics {
                 offset: offset as u64,
                 sequence: Operand::new(Region::PeerSequences, sequence, bytes),
             };
-            offset += Self::slot_bytes(channels, world);
+            // Two alternating copies of each rank's two sums per channel, 8 bytes each (`peers.cu`).
+            offset += (2 * world * 2 * channels * 8).next_multiple_of(256);
             sequence += bytes;
             slot
         };
         let slots = channels.iter().map(|c| [next_slot(*c), next_slot(*c)]).collect();
         (Self::PeerMemory(slots), offset, sequence)
-    }
-
-    /// Bytes of a slot in an exchange buffer: two alternating copies of each rank's two sums per channel, 8 bytes each (`peers.cu`).
-    fn slot_bytes(channels: usize, world: usize) -> usize {
-        (2 * world * 2 * channels * 8).next_multiple_of(256)
     }
 
     /// How the sums of the batch norm with index `norm` and `channels` channels are reduced.

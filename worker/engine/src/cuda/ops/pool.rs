@@ -15,18 +15,11 @@ pub(in crate::cuda) struct Pool {
 /// Maximum number of output rows of a strip. For n output rows a thread reads 2 n + 1 input rows.
 const MAX_STRIP_ROWS: u32 = 7;
 
-impl Pool {
-    /// Height and width of the output.
-    fn output_size(self) -> (u32, u32) {
-        (self.height.div_ceil(2), self.width.div_ceil(2))
-    }
-}
-
 impl Ops {
     /// The geometry of a kernel whose threads compute strips of output rows, and the kernel's arguments for the strips. A strip has enough
     /// rows to reuse input rows, and few enough for several strips per thread.
     fn strips(&self, pool: Pool, threads: u32, per_multiprocessor: u32) -> (Geometry, [Arg; 6]) {
-        let (height, width) = pool.output_size();
+        let (height, width) = (pool.height.div_ceil(2), pool.width.div_ceil(2));
         let columns = u64::from(pool.pictures) * u64::from(width) * u64::from(pool.channels / 8);
         let all_threads = u64::from(self.multiprocessors * threads * per_multiprocessor);
         // Four strips per thread.

@@ -12,8 +12,8 @@
 //!
 //! # Operands
 //! [`Operand::NONE`] means "absent", where a field's documentation allows it. An argument states how its kernel accesses the
-//! memory, and the check of a step's commands relies on this statement. "Traffic" in a method's documentation is the
-//! memory traffic of the method's kernels.
+//! memory, and the check of a step's commands relies on this statement. Kernels read each
+//! input and write each output once, unless a method's documentation says otherwise ("Traffic").
 
 mod adam;
 mod block_end;

@@ -51,8 +51,7 @@ const SHARED_BYTES: u32 = 44 << 10;
 
 impl Ops {
     /// Gathers a batch from pictures `uint8 [count, height, width, channels]`. `scaling` has the resampling tables from
-    /// height and from width to side; `None` if height = width = side. Traffic: the pictures' bytes once (twice if
-    /// they are mixed), the batch once.
+    /// height and from width to side; `None` if height = width = side. Traffic: mixed pictures' bytes twice.
     ///
     /// Wide pictures, for which one output row reads more than 44 KiB, need more shared memory than the default limit. The launcher has to
     /// raise the kernel's limit to `shared_bytes`.

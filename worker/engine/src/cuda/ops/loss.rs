@@ -36,7 +36,7 @@ pub(super) fn blocks(pictures: u32) -> u32 {
 }
 
 impl Ops {
-    /// Softmax cross-entropy. Traffic: logits once from memory (three times from the cache), dlogits once.
+    /// Softmax cross-entropy. Traffic: logits once from memory, three times from the cache.
     pub(in crate::cuda) fn cross_entropy(&self, p: CrossEntropy) -> Kernel {
         let mut args = [p.logits, p.bias, CONTROL].map(Arg::In).to_vec();
         args.extend([p.pictures, p.classes, p.padded].map(Arg::U32));

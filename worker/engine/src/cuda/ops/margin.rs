@@ -31,7 +31,7 @@ impl SplitLogits {
 }
 
 impl Ops {
-    /// factors (float32 `[count]`) = `scale` divided by the L2 norm of each row of `width` values. Traffic: the rows once.
+    /// factors (float32 `[count]`) = `scale` divided by the L2 norm of each row of `width` values.
     pub(in crate::cuda) fn row_factors(
         &self,
         rows: Operand,
@@ -43,7 +43,7 @@ impl Ops {
         kernel("row_factors", self.per_item(32 * u64::from(count), 8), args)
     }
 
-    /// Scales all values by the factors of their row and class. Traffic: the values twice.
+    /// Scales all values by the factors of their row and class.
     pub(in crate::cuda) fn scale_cosines(&self, p: Cosines) -> Kernel {
         let groups = u64::from(p.rows) * u64::from(p.chunk_classes / 8) * u64::from(p.chunk_count);
         let mut args = vec![Arg::InOut(p.values), Arg::In(p.row_factors), Arg::In(p.class_factors)];
@@ -69,8 +69,7 @@ impl Ops {
         kernel("put_margin", plain([p.rows().div_ceil(256), 1, 1], [256, 1, 1]), args)
     }
 
-    /// Removes from each row of a gradient its component along the same row of `rows`. Traffic: `rows` once, the gradient
-    /// twice.
+    /// Removes from each row of a gradient its component along the same row of `rows`.
     pub(in crate::cuda) fn remove_along(
         &self,
         rows: Operand,

@@ -107,7 +107,7 @@ impl Ops {
     /// `f32 scale; u32 good_steps; u32 finite; f32 norm; f32 inverse; u32 apply, updates, refused, updating, 0; u64 held`. The host
     /// initialises `scale` (1 without scaling), `updates` if a run continues, `held` (the address of a `u32` in host memory that stops
     /// further updates if set, or 0), and all other fields to 0. If `is_dynamic`, halves the scale if a gradient is not finite, and doubles
-    /// the scale after 2,000 finite steps. Traffic: all gradients once.
+    /// the scale after 2,000 finite steps.
     pub(in crate::cuda) fn gradient_norm(&self, gradients: Gradients, is_dynamic: bool) -> Kernel {
         let mut args = gradients.args().to_vec();
         args.extend([Arg::InOut(SCALER), Arg::U32(is_dynamic.into())]);
@@ -130,7 +130,7 @@ impl Ops {
         kernel("gradient_norm_of_parts", geometry, args)
     }
 
-    /// `to` (f64) = the sum of squares of the gradients. Traffic: all gradients once.
+    /// `to` (f64) = the sum of squares of the gradients.
     pub(in crate::cuda) fn gradient_squares(&self, gradients: Gradients, to: Operand) -> Kernel {
         let mut args = gradients.args().to_vec();
         args.extend([Arg::Out(to), Arg::Out(self.partials()), self.counter(NORM_COUNTER)]);
@@ -143,8 +143,7 @@ impl Ops {
         plain([blocks as u32, 1, 1], [512, 1, 1])
     }
 
-    /// Sums the squares of each parameter's weights and gradients into `rates.squares`. Runs after [`Ops::gradient_norm`]. Traffic: all
-    /// weights and gradients once.
+    /// Sums the squares of each parameter's weights and gradients into `rates.squares`. Runs after [`Ops::gradient_norm`].
     pub(in crate::cuda) fn lars_norms(&self, flat: FlatParameters, rates: Rates) -> Kernel {
         let mut args = vec![Arg::In(flat.weights)];
         args.extend(flat.gradients.args());
@@ -160,9 +159,8 @@ impl Ops {
         kernel("lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
     }
 
-    /// One step of all weights by SGD or LARS. `velocity` has the momentum buffers. Runs after [`Ops::gradient_norm`]. Traffic:
-    /// reads and writes weights and velocity, reads gradients, writes the low-precision copy of the weights: 20 bytes per value in the
-    /// 16-bit formats.
+    /// One step of all weights by SGD or LARS. `velocity` has the momentum buffers. Runs after [`Ops::gradient_norm`]. Traffic: 20 bytes
+    /// per value in the 16-bit formats.
     pub(in crate::cuda) fn sgd(
         &self,
         update: Update,

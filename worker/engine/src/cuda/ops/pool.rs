@@ -32,7 +32,7 @@ impl Ops {
     }
 
     /// y = max_pool(relu(x * scale + bias)), with the scale and bias of `site`. argmax: window position of each
-    /// maximum, one byte per value; absent in inference. Traffic: x once, y and argmax once.
+    /// maximum, one byte per value; absent in inference.
     pub(in crate::cuda) fn max_pool(
         &self,
         [x, y, argmax]: [Operand; 3],
@@ -50,7 +50,7 @@ impl Ops {
 
     /// Backward of [`Ops::max_pool`], through the ReLU and the batch norm, to the convolution's output. `p.gradient` is the gradient of
     /// the pooling's output. With [`Reduce::StoreSums`], computes only the sums, and [`Ops::norm_backward_finish`] and then
-    /// [`Ops::norm_backward_apply_max_pool`] must follow. Traffic: x, dy and argmax twice, dx once.
+    /// [`Ops::norm_backward_apply_max_pool`] must follow. Traffic: x, dy and argmax twice.
     pub(in crate::cuda) fn norm_backward_max_pool(
         &self,
         p: NormBackward,
@@ -88,7 +88,7 @@ impl Ops {
         kernel("norm_backward_apply_max_pool", geometry, args)
     }
 
-    /// y `[pictures, C]` = mean of x, which has `shape`, over its pixels. Traffic: x once, y once.
+    /// y `[pictures, C]` = mean of x, which has `shape`, over its pixels.
     pub(in crate::cuda) fn global_average(&self, x: Operand, y: Operand, shape: Shape) -> Kernel {
         let Shape { pictures, pixels, channels } = shape;
         let groups = channels / 8;

@@ -75,7 +75,7 @@ impl Ops {
         kernel("sample_classes", plain([blocks, 1, 1], [THREADS, 1, 1]), args)
     }
 
-    /// Gathers the rows of a sample, followed by zeros. Traffic: these rows once.
+    /// Gathers the rows of a sample, followed by zeros.
     pub(in crate::cuda) fn gather_rows(&self, rows: ParameterRows, sample: Operand) -> Kernel {
         let (width, length) = (rows.width(), rows.length());
         let args =
@@ -83,7 +83,7 @@ impl Ops {
         kernel(if rows.is_wide() { "gather_rows" } else { "gather_values" }, self.per_item(length, 8), args)
     }
 
-    /// Writes the rows of a sample back to the parameter. Traffic: these rows once.
+    /// Writes the rows of a sample back to the parameter.
     pub(in crate::cuda) fn scatter_rows(&self, rows: ParameterRows, sample: Operand) -> Kernel {
         let args = [Arg::InOut(rows.all), Arg::In(rows.sampled), Arg::In(sample), Arg::U32(rows.width())];
         let name = if rows.is_wide() { "scatter_rows" } else { "scatter_values" };

@@ -73,7 +73,7 @@ impl SplitLogits {
 impl Ops {
     /// Reduces the logits of this rank's classes to one record per row in `records`: the largest logit and its class, the sum of
     /// exponentials, the sum of logits, and the labels' logits. `parts` is scratch memory of [`SplitLogits::part_bytes`] bytes.
-    /// `label_logits` is the result of [`Ops::put_margin`]; may be absent. Traffic: reads logits.
+    /// `label_logits` is the result of [`Ops::put_margin`]; may be absent.
     pub(in crate::cuda) fn class_records(
         &self,
         p: SplitLogits,
@@ -118,7 +118,7 @@ impl Ops {
     }
 
     /// Runs after [`Ops::class_loss`]. Replaces the logits by their gradient, and computes the gradient of the bias.
-    /// With `accumulate`, the gradient of the bias is added to `dbias`. Traffic: reads and writes logits.
+    /// With `accumulate`, the gradient of the bias is added to `dbias`.
     pub(in crate::cuda) fn class_gradient(
         &self,
         p: SplitLogits,

@@ -24,8 +24,8 @@ pub(in crate::cuda) struct OutputGradient {
 }
 
 impl Ops {
-    /// As [`Ops::norm_backward_sums`], but with `gradient` instead of `p.gradient`; dz must be present. Traffic:
-    /// x, `added` and dz once, dy a few times, mostly from the L2 cache.
+    /// As [`Ops::norm_backward_sums`], but with `gradient` instead of `p.gradient`; dz must be present. Traffic: dy a few
+    /// times, mostly from the L2 cache.
     pub(in crate::cuda) fn norm_backward_through(&self, p: NormBackward, gradient: OutputGradient) -> Kernel {
         let OutputGradient { dy, weights, inner, added, mask } = gradient;
         let mut args = vec![Arg::In(p.x), Arg::In(dy), Arg::In(weights), Arg::U32(inner)];

@@ -152,10 +152,9 @@ impl Kernels {
             numAttrs: attributes.len() as u32,
         };
         let start = || {
-            // SAFETY: `pointers` has one pointer to a live value per argument. The tests in `program/emitter/tests/signatures.rs`
-            // check that arguments fit the kernel's parameters. Before `Program` launches a list, `command::verify` checks that
-            // operands are allocated, ordered and in bounds. `Program` and the JPEG cropper own the buffers, and wait for the
-            // GPU before dropping them.
+            // SAFETY: `pointers` has one pointer to a live value per argument. The tests in `program/emitter/tests/signatures.rs` check
+            // that arguments fit the kernel's parameters. Before `Program` launches a list, `command::verify` checks that operands are
+            // allocated, ordered and in bounds. `Program` and the JPEG cropper own the buffers, and wait for the GPU before dropping them.
             unsafe { sys::cuLaunchKernelEx(&config, function, pointers.as_mut_ptr(), std::ptr::null_mut()) }
                 .result()
                 .map_err(|error| CudaError::Driver {

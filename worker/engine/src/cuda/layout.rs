@@ -262,8 +262,7 @@ impl Layout {
         })
     }
 
-    /// For each parameter with a gradient: the range that belongs to a rank with `share`, relative to the rank's part of the
-    /// reduced range.
+    /// For each parameter with a gradient: the range that belongs to a rank with `share`, relative to the rank's part of the reduced range.
     pub(super) fn own_segments(&self, share: Share) -> Vec<Range<usize>> {
         let own: Vec<_> = self.reduced_ranges().zip(self.own_ranges(share)).collect();
         let of_parameter = |parameter: &ParameterLayout| {

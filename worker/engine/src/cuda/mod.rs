@@ -1,8 +1,7 @@
 //! The CUDA engine: one GPU, NHWC, float32, float16 or bfloat16, with float32 weights and optimizer state.
 //!
-//! A step is captured once as a CUDA graph and then replayed, so kernels read a step's inputs from [`rings`]. The
-//! host launches a step asynchronously and reads the result later. Our kernels compute the same bits in every
-//! run: every sum has a fixed order.
+//! A step is captured once as a CUDA graph and then replayed, so kernels read a step's inputs from [`rings`]. The host launches a step
+//! asynchronously and reads the result later. Our kernels compute the same bits in every run: every sum has a fixed order.
 
 mod arena;
 mod backend;

@@ -1,9 +1,7 @@
-//! The kernels of `worker/kernels/` as operations: each method of [`Ops`] returns the launches of one or more kernels. No method accesses
-//! a GPU.
-//! Activations are NHWC in the kernels' floating-point format, `T` below; channels are a multiple of 8, and rows =
-//! pictures x pixels. All kernels are deterministic: sums are taken in an order that depends only on shapes. A captured
-//! sequence of launches can be replayed, because arguments do not change between steps. Values that change are in the
-//! [control block](self#control).
+//! The kernels of `worker/kernels/` as operations: each method of [`Ops`] returns the launches of one or more kernels. No method accesses a
+//! GPU. Activations are NHWC in the kernels' floating-point format, `T` below; channels are a multiple of 8, and rows = pictures x pixels.
+//! All kernels are deterministic: sums are taken in an order that depends only on shapes. A captured sequence of launches can be replayed,
+//! because arguments do not change between steps. Values that change are in the [control block](self#control).
 //!
 //! # Control
 //! Kernels read a micro-batch's control block (`Control` in `numbers.cu`) in device memory. The first `valid` pictures are real. The other

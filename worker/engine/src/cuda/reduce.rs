@@ -186,8 +186,7 @@ impl Reducer {
         dtype: DataType,
     ) -> Result<(), EngineError> {
         let (nccl, stream) = (self.communicator(group)?, stream.0);
-        // SAFETY: ranges of buffers of this engine, which outlive the stream's work. `command::verify` has checked
-        // their lengths.
+        // SAFETY: ranges of buffers of this engine, which outlive the stream's work. `command::verify` has checked their lengths.
         Ok(unsafe {
             match kind {
                 Collective::AllReduce => nccl.all_reduce(to, count, dtype, stream),

@@ -1,5 +1,4 @@
-//! Ring buffers in page-locked memory, through which the host sends control blocks to the GPU and receives results
-//! without driver calls.
+//! Ring buffers in page-locked memory, through which the host sends control blocks to the GPU and receives results without driver calls.
 
 use super::{
     command::{Operand, Region},

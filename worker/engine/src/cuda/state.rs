@@ -62,8 +62,7 @@ pub(super) struct State {
     pub(super) optimizer_slots: Vec<Buffer>,
     /// This rank among the ranks that divide the optimizer's state. `None` if each rank has the whole state.
     pub(super) share: Option<Share>,
-    /// The matrices in the format of the computation, except those in planes. `None` with float32, where the weights
-    /// themselves are used.
+    /// The matrices in the format of the computation, except those in planes. `None` with float32, where the weights themselves are used.
     low_precision: Option<Buffer>,
     /// Running mean and variance of every batch norm.
     running_values: Buffer,
@@ -389,8 +388,7 @@ impl State {
         ops.add_checksum(weights, values.len() as u64, Operand::new(Region::CheckResult, 0, 8))
     }
 
-    /// A phrase for the log that says how much memory the sharding of the optimizer's state saves. Empty without
-    /// sharding.
+    /// A phrase for the log that says how much memory the sharding of the optimizer's state saves. Empty without sharding.
     pub(super) fn memory_saving_text(&self) -> String {
         let own: usize = self.optimizer_slots.iter().map(|slot| slot.bytes).sum();
         self.share.map_or_else(String::new, |share| format!("; {}", saving_in_words(own, own * share.ranks)))

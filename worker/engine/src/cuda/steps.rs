@@ -167,8 +167,7 @@ impl CudaEngine {
         }
         let [begin, backward, reduced, end] = record.stamps;
         let divisor = divisor.map_or(record.samples as f32, |divisor| divisor as f32);
-        // While steps directly follow each other, the duration of a step is the time between their ends, which includes waits for
-        // the host.
+        // While steps directly follow each other, the duration of a step is the time between their ends, which includes waits for the host.
         let step_begin = self.last_end.unwrap_or(begin);
         self.last_end = Some(end);
         Ok(Some(StepResult {

@@ -1,6 +1,5 @@
-//! Chooses cuDNN's plan for each convolution: all candidates are timed once, and the choice is cached on disk by shape, type, GPU and
-//! cuDNN version. One rank of a machine times the candidates and the others use its choices, so all jobs of a machine compute the
-//! same bits.
+//! Chooses cuDNN's plan for each convolution: all candidates are timed once, and the choice is cached on disk by shape, type, GPU and cuDNN
+//! version. One rank of a machine times the candidates and the others use its choices, so all jobs of a machine compute the same bits.
 
 use super::{
     convolution::{Convolution, Direction, Tensors},
@@ -55,8 +54,7 @@ impl Tuner {
         Self { cudnn, plans: HashMap::new(), choices: choices_in(&file), file, is_deterministic }
     }
 
-    /// Whether a convolution has a plan. A convolution with sums has a plan only if the plan is faster than a separate pass for
-    /// the sums.
+    /// Whether a convolution has a plan. A convolution with sums has a plan only if the plan is faster than a separate pass for the sums.
     pub(super) fn has_plan(&self, convolution: &Convolution) -> bool {
         self.plans.contains_key(convolution)
     }

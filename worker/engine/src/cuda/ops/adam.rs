@@ -29,8 +29,7 @@ impl Moments {
 }
 
 impl Ops {
-    /// One step of all weights by AdamW. Runs after [`Ops::gradient_norm`]. Traffic: 28 bytes per value in the
-    /// 16-bit formats.
+    /// One step of all weights by AdamW. Runs after [`Ops::gradient_norm`]. Traffic: 28 bytes per value in the 16-bit formats.
     pub(in crate::cuda) fn adamw(&self, flat: FlatParameters, moments: Moments) -> Kernel {
         let mut args = flat.weights_args().to_vec();
         args.extend(moments.args(Arg::InOut));

@@ -1,5 +1,4 @@
-//! A bottleneck's expanding convolution fused with the batch norms on both sides; see `bottleneck.cu` and
-//! `bottleneck_forward.cu`.
+//! A bottleneck's expanding convolution fused with the batch norms on both sides; see `bottleneck.cu` and `bottleneck_forward.cu`.
 
 use super::{
     Arg, CONTROL, Geometry, Kernel, NormSite, Operand, Ops, Reduce, Region, Shape, kernel,

@@ -59,8 +59,7 @@ pub(in crate::cuda) struct NormSite {
 pub(in crate::cuda) enum Reduce {
     /// Not reduced, because statistics are those of this rank's pictures.
     Local,
-    /// The kernel stores the sums, float32 `[2, C]`, in `sums` and ends; `norm_finish` or `norm_backward_finish`
-    /// continues from there.
+    /// The kernel stores the sums, float32 `[2, C]`, in `sums` and ends; `norm_finish` or `norm_backward_finish` continues from there.
     StoreSums { sums: Operand },
     /// The kernel sums over ranks through peer memory (`peers.cu`). `peers` is `struct Peers` in device memory. `at` is this batch norm's byte
     /// offset in every rank's exchange buffer, where it has 2 copies x ranks x 2 C values of 8 bytes. `sequence` is `u32 [2 C]`. Buffers

@@ -103,11 +103,10 @@ pub(in crate::cuda) enum Update {
 }
 
 impl Ops {
-    /// Computes the norm of the gradients and the state that depends on it, in `Scaler`:
-    /// `f32 scale; u32 good_steps; u32 finite; f32 norm; f32 inverse; u32 apply, updates, refused, updating, 0; u64 held`. The host
-    /// initialises `scale` (1 without scaling), `updates` if a run continues, `held` (the address of a `u32` in host memory that stops
-    /// further updates if set, or 0), and all other fields to 0. If `is_dynamic`, halves the scale if a gradient is not finite, and doubles
-    /// the scale after 2,000 finite steps.
+    /// Computes the norm of the gradients and the state that depends on it, in `Scaler`: `f32 scale; u32 good_steps; u32 finite; f32 norm;
+    /// f32 inverse; u32 apply, updates, refused, updating, 0; u64 held`. The host initialises `scale` (1 without scaling), `updates` if a
+    /// run continues, `held` (the address of a `u32` in host memory that stops further updates if set, or 0), and all other fields to 0. If
+    /// `is_dynamic`, halves the scale if a gradient is not finite, and doubles the scale after 2,000 finite steps.
     pub(in crate::cuda) fn gradient_norm(&self, gradients: Gradients, is_dynamic: bool) -> Kernel {
         let mut args = gradients.args().to_vec();
         args.extend([Arg::InOut(SCALER), Arg::U32(is_dynamic.into())]);

@@ -6,8 +6,7 @@ use super::{Arg, Geometry, Kernel, NormBackward, Operand, Ops, Shape, kernel, no
 pub(in crate::cuda) const TILE_ROWS: u32 = 64;
 /// Channels of a tile of this kernel.
 pub(in crate::cuda) const TILE_CHANNELS: u32 = 256;
-/// Padding, in values, of a product's rows in shared memory, which puts rows that a warp reads together into different
-/// banks.
+/// Padding, in values, of a product's rows in shared memory, which puts rows that a warp reads together into different banks.
 pub(in crate::cuda) const ROW_PADDING: u32 = 8;
 
 /// The gradient of a block's output, as `dy x weights + added`: `dy` `[rows, inner]` and `weights` `[inner, channels]` are of

@@ -10,8 +10,7 @@ use crate::{
 };
 use std::{ops::Range, sync::Arc};
 
-/// The input's channels are padded to a multiple of this number, as cuDNN's tensor-core engines
-/// require.
+/// The input's channels are padded to a multiple of this number, as cuDNN's tensor-core engines require.
 const INPUT_MULTIPLE: usize = 4;
 /// The classes are padded to a multiple of this number, because kernels read 8 logits at a time, and the last
 /// linear layer runs as a 1x1 convolution, whose channels cuDNN's tensor-core engines want in multiples of 8.

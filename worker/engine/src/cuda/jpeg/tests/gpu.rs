@@ -7,8 +7,7 @@ use std::thread;
 #[path = "../../../../../data/src/picture/jpeg/cases.rs"]
 mod cases;
 
-/// Maximum mean difference, of 255, between pictures of nvJPEG and of the CPU's decoder. `LOCKSTEP_TEST_APART` sets another
-/// limit.
+/// Maximum mean difference, of 255, between pictures of nvJPEG and of the CPU's decoder. `LOCKSTEP_TEST_APART` sets another limit.
 fn max_mean_difference() -> f64 {
     std::env::var("LOCKSTEP_TEST_APART").ok().and_then(|v| v.parse().ok()).unwrap_or(2.0)
 }

@@ -44,9 +44,8 @@ impl Ops {
         vec![kernel(name, geometry, args)]
     }
 
-    /// The first pass: computes the statistics of x, reduced over ranks as `reduce` says. Uses only `x`, `control`, `shape`,
-    /// `site` and `reduce`. Used for a projection's batch norm, which [`Shortcut::Norm`] applies, and for batch
-    /// norms that are applied later.
+    /// The first pass: computes the statistics of x, reduced over ranks as `reduce` says. Uses only `x`, `control`, `shape`, `site` and
+    /// `reduce`. Used for a projection's batch norm, which [`Shortcut::Norm`] applies, and for batch norms that are applied later.
     pub(in crate::cuda) fn norm_statistics(&self, p: NormForward) -> Kernel {
         let mut args = vec![Arg::In(p.x)];
         args.extend(shape_args(p.control, p.shape));

@@ -66,8 +66,7 @@ impl<'a> GraphEmitter<'a> {
                 }
                 ConvForward::Plain { early_statistics: true } if trains => {
                     self.convolution_forward(op, conv.input, conv.output, phase)?;
-                    // The statistics are computed now, because another convolution runs before the batch norm and replaces
-                    // the sums.
+                    // The statistics are computed now, because another convolution runs before the batch norm and replaces the sums.
                     let node = self.norm_after(conv)?;
                     let norm = self.norm_without_fusion(node)?;
                     self.compute_statistics(norm, node);
@@ -83,8 +82,7 @@ impl<'a> GraphEmitter<'a> {
             }
             FusedOp::Linear { name, input, output, is_head } => {
                 self.convolution_forward(op, *input, *output, phase)?;
-                // The loss adds the bias of the last layer. This includes logits that are first summed over ranks
-                // (`has_logits`).
+                // The loss adds the bias of the last layer. This includes logits that are first summed over ranks (`has_logits`).
                 if *is_head {
                     self.scale_to_cosines(op, name, [*input, *output], trains)?;
                 } else if !self.plan.network.has_logits(*output) {

@@ -6,7 +6,9 @@
 
 use super::{
     arena::Arena,
-    command::{Collective, Command, Content, Kernel, Operand, Part, Region, StreamId, UPDATING, verify},
+    command::{
+        Collective, Command, Content, EventId, Kernel, Operand, Part, Region, StreamId, UPDATING, verify,
+    },
     convolution::{Convolution, Direction, Tensors},
     device::{Buffer, Device, Event, OwnedStream, Ptr, Stream},
     dtype::DType,
@@ -163,10 +165,7 @@ pub(super) struct Program {
     arena: Buffer,
     pub(super) main_stream: OwnedStream,
     side_stream: OwnedStream,
-    side_begin: Event,
-    side_end: Event,
-    /// By weight gradient: recorded on the side stream after its computation.
-    weight_gradients_done: Vec<Event>,
+    events: HashMap<EventId, Event>,
     evaluated_logits: Buffer,
 }
 

@@ -5,7 +5,7 @@
 
 use super::{
     command::{Collective, Group, Region},
-    device::{Buffer, Device, Event, OwnedStream, Pinned, Ptr, Stream},
+    device::{Buffer, Device, OwnedStream, Pinned, Ptr, Stream},
     dtype::DType,
     groups::Groups,
     statistics::Statistics,
@@ -56,25 +56,18 @@ pub(super) struct Reducer {
     abort_flag: Pinned,
     /// The stream on which gradients are reduced, concurrently with the backward pass.
     pub(super) stream: OwnedStream,
-    /// For each bucket of matrices, and last for all vectors: recorded when the gradients are complete.
-    pub(super) ready: Vec<Event>,
-    /// Recorded when all reductions are done.
-    pub(super) done: Event,
 }
 
 impl Reducer {
     /// Connects the GPUs of the ranks of `comm`, which are all ranks of this rank's stage, and of `groups`. If `splits_operators`, ranks
-    /// exchange activations between kernels. `buckets` is the number of buckets of gradients. `gradients` describes the gradients, and must
-    /// be equal on all ranks of `comm`. `synced_channels` has the number of channels of each batch norm; `None` if statistics are not
-    /// synchronised.
-    #[allow(clippy::too_many_arguments)] // All inputs of the connections.
+    /// exchange activations between kernels. `gradients` describes the gradients, and must be equal on all ranks of `comm`.
+    /// `synced_channels` has the number of channels of each batch norm; `None` if statistics are not synchronised.
     pub(super) fn new(
         device: &Device,
         gpu: &DeviceConfig,
         comm: &dyn ProcessGroup,
         groups: Option<&Groups>,
         splits_operators: bool,
-        buckets: usize,
         gradients: &str,
         synced_channels: Option<&[usize]>,
     ) -> Result<Self, EngineError> {
@@ -161,8 +154,6 @@ impl Reducer {
             memory,
             abort_flag,
             stream: OwnedStream::with_highest_priority()?,
-            ready: (0..=buckets).map(|_| Event::new()).collect::<Result<_, _>>()?,
-            done: Event::new()?,
         })
     }
 

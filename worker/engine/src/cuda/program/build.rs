@@ -74,7 +74,6 @@ impl Program {
                     comm.as_ref(),
                     groups,
                     plan.splits_operators,
-                    layout.buckets.len(),
                     &gradients,
                     syncs_norms.then_some(&channels[..]),
                 )?)
@@ -131,6 +130,10 @@ impl Program {
         if let Some(weights) = &config.loss.class_weights {
             buffers.insert(Region::ClassWeights, device.upload(&weights[..])?);
         }
+        let event_ids = [EventId::SideBegin, EventId::SideEnd, EventId::CollectivesDone]
+            .into_iter()
+            .chain((0..plan.ops.len()).map(EventId::WeightGradient))
+            .chain((0..=layout.buckets.len()).map(EventId::BucketReady));
         let mut program = Self {
             ops,
             kernels,
@@ -147,9 +150,7 @@ impl Program {
             arena: device.alloc(256)?,
             main_stream: OwnedStream::new()?,
             side_stream: OwnedStream::new()?,
-            side_begin: Event::new()?,
-            side_end: Event::new()?,
-            weight_gradients_done: plan.ops.iter().map(|_| Event::new()).collect::<Result<_, _>>()?,
+            events: event_ids.map(|id| Ok((id, Event::new()?))).collect::<Result<_, CudaError>>()?,
             evaluated_logits: device.zeros(logits_bytes)?,
             dynamic_scale,
             config: config.clone(),

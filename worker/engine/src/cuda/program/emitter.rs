@@ -2,7 +2,7 @@
 //! same facts give the same list.
 
 use super::*;
-use crate::cuda::command::{Collective, EventId, Group, Kernel, Part, StreamId};
+use crate::cuda::command::Group;
 use std::collections::VecDeque;
 
 mod backward;

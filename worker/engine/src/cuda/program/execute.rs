@@ -1,7 +1,7 @@
 //! Launches commands: converts operands to addresses, and streams and events to the driver's handles.
 
 use super::*;
-use crate::cuda::command::{Arg, EventId, Kernel, StreamId};
+use crate::cuda::command::Arg;
 
 impl Program {
     /// Launches the commands in order. `pictures` is the address of [`Region::Pictures`].
@@ -81,15 +81,7 @@ impl Program {
     }
 
     fn event(&self, event: EventId) -> Result<&Event, CudaError> {
-        let handle = match (event, &self.reducer) {
-            (EventId::SideBegin, _) => Some(&self.side_begin),
-            (EventId::SideEnd, _) => Some(&self.side_end),
-            (EventId::WeightGradient(number), _) => self.weight_gradients_done.get(number),
-            (EventId::BucketReady(bucket), Some(reducer)) => reducer.ready.get(bucket),
-            (EventId::CollectivesDone, Some(reducer)) => Some(&reducer.done),
-            (EventId::BucketReady(_) | EventId::CollectivesDone, None) => None,
-        };
-        handle.ok_or_else(|| absent(&format!("{event:?}")))
+        self.events.get(&event).ok_or_else(|| absent(&format!("{event:?}")))
     }
 
     fn address(&self, operand: Operand, pictures: Ptr) -> Result<Ptr, CudaError> {

@@ -132,7 +132,7 @@ pub(super) struct Program {
     pub(super) dynamic_scale: Option<bool>,
     pub(super) ops: Ops,
     kernels: Kernels,
-    /// The regions without a field of their own, which only kernels access.
+    /// The regions without a field of their own.
     buffers: HashMap<Region, Buffer>,
     tuner: Tuner,
     pub(super) state: State,
@@ -149,24 +149,11 @@ pub(super) struct Program {
     /// Number of values of a split head's gradients, if these are not in `matrix_gradients`: they are computed twice or, for a sample of
     /// classes, are in the arena. Otherwise 0.
     unstored_len: usize,
-    /// Gradients of the vectors, float32, at the vectors' offsets in the flat layout.
-    vector_gradients: Buffer,
-    /// Float32 sums over micro-batches of the matrices' gradients.
-    accumulated_gradients: Option<Buffer>,
-    norm_values: Buffer,
-    /// Normalised float32 value of each byte of each channel.
-    normalisation: Buffer,
     /// By image size of the network: resampling tables to this size, for rows and for columns.
     scalings: HashMap<usize, [ScalingTable; 2]>,
-    /// The result of a check: a `u32` that is 1 if a value is not finite, or a `u64` with a checksum.
-    check_result: Buffer,
-    /// Of the step: loss (`f64`), number of correct predictions (`u64`) and number of pictures (`u64`).
-    totals: Buffer,
-    arena: Buffer,
     pub(super) main_stream: OwnedStream,
     side_stream: OwnedStream,
     events: HashMap<EventId, Event>,
-    evaluated_logits: Buffer,
 }
 
 impl Program {
@@ -175,6 +162,11 @@ impl Program {
         let network = self.networks.iter().find(|network| network.image_size == image_size)?.clone();
         self.plan.set_network(network.clone());
         Some(network)
+    }
+
+    /// The memory of a region that every program has.
+    fn buffer(&self, region: Region) -> &Buffer {
+        &self.buffers[&region]
     }
 
     /// This rank's part of the network.
@@ -201,7 +193,7 @@ impl Program {
             .flat_map(|(m, s)| (0..256).map(move |v| (v as f32 / 255.0 - m) / s))
             .take(256 * self.plan.network.channels)
             .collect();
-        self.normalisation.write(&table)
+        self.buffer(Region::Normalisation).write(&table)
     }
 
     /// Prepares for a dataset on the GPU with pictures of `height` x `width` pixels.
@@ -237,7 +229,7 @@ impl Program {
             optimizer: self.config.optimizer,
             label_smoothing: self.config.loss.label_smoothing,
             has_class_weights: self.config.loss.class_weights.is_some(),
-            accumulates: self.accumulated_gradients.is_some(),
+            accumulates: self.config.accumulate > 1,
             has_dynamic_scale: self.dynamic_scale.unwrap_or(false),
             statistics: reducer.map(|reducer| &reducer.statistics),
             data_ranks: self.data_ranks,
@@ -260,9 +252,8 @@ impl Program {
         verify::verify(&emitted.commands, phase.carries_over()).map_err(CudaError::Commands)?;
         let Some(pass) = phase.pass() else { return Ok(emitted.commands) };
         Ok(emitted.into_pass(pass, |region| match region {
-            Region::Arena => self.arena.bytes / self.micro_batches_in_flight,
+            Region::Arena | Region::NormValues => self.buffer(region).bytes / self.micro_batches_in_flight,
             Region::Control => self.inputs.control.bytes / self.micro_batches_in_flight,
-            Region::NormValues => self.norm_values.bytes / self.micro_batches_in_flight,
             _ => 0,
         }))
     }
@@ -289,14 +280,14 @@ impl Program {
     pub(super) fn gradients(&self) -> Result<NamedTensors, EngineError> {
         let Layout { matrix_len, trained_len, len, .. } = self.state.layout;
         let mut flat = vec![0f32; len];
-        match &self.accumulated_gradients {
+        match self.buffers.get(&Region::Accumulated) {
             Some(sums) => sums.read(0, &mut flat[..matrix_len])?,
             None => {
                 let stored = &mut flat[self.unstored_len..matrix_len];
                 read_as_float(&self.matrix_gradients, 0, self.plan.dtype, stored)?;
             }
         }
-        self.vector_gradients.read(0, &mut flat[matrix_len..trained_len])?;
+        self.buffer(Region::VectorGradients).read(0, &mut flat[matrix_len..trained_len])?;
         // The gradients are multiplied by the loss scale.
         let inverse = self.state.read_scaler()?.inverse;
         if inverse != 1.0 {
@@ -330,18 +321,18 @@ impl Program {
     pub(super) fn read_evaluation(&mut self) -> Result<(f64, u64), CudaError> {
         self.main_stream.0.synchronize()?;
         let (mut loss, mut correct) = ([0f64], [0u64]);
-        self.totals.read(0, &mut loss)?;
-        self.totals.read(8, &mut correct)?;
+        self.buffer(Region::Totals).read(0, &mut loss)?;
+        self.buffer(Region::Totals).read(8, &mut correct)?;
         Ok((loss[0], correct[0]))
     }
 
     /// Whether all weights, biases, running statistics and optimizer slots are finite.
     pub(super) fn is_finite(&self) -> Result<bool, CudaError> {
-        self.check_result.write(&[0u32])?;
+        self.buffer(Region::CheckResult).write(&[0u32])?;
         self.launch(self.state.finite_check_kernels(&self.ops))?;
         self.main_stream.0.synchronize()?;
         let mut found = [0u32];
-        self.check_result.read(0, &mut found)?;
+        self.buffer(Region::CheckResult).read(0, &mut found)?;
         Ok(found == [0])
     }
 
@@ -349,11 +340,11 @@ impl Program {
     pub(super) fn checksum(&self) -> Result<[u64; 2], CudaError> {
         let [split, whole] = self.state.layout.split_and_whole();
         let sum_of = |ranges: [Range<usize>; 2]| -> Result<u64, CudaError> {
-            self.check_result.write(&[0u64])?;
+            self.buffer(Region::CheckResult).write(&[0u64])?;
             self.launch(ranges.map(|range| self.state.checksum_kernel(&self.ops, range)))?;
             self.main_stream.0.synchronize()?;
             let mut sum = [0u64];
-            self.check_result.read(0, &mut sum)?;
+            self.buffer(Region::CheckResult).read(0, &mut sum)?;
             Ok(sum[0])
         };
         Ok([sum_of(whole)?, sum_of(split)?])
@@ -401,7 +392,7 @@ impl Program {
         let (rows, classes) = (self.plan.picture_count(tensor), head.own_classes().len());
         let chunk_classes = self.plan.chunk_classes();
         let mut values = vec![0f32; rows * self.plan.chunk_count() * chunk_classes];
-        read_as_float(&self.arena, offset.unwrap_or(0), self.plan.dtype, &mut values)?;
+        read_as_float(self.buffer(Region::Arena), offset.unwrap_or(0), self.plan.dtype, &mut values)?;
         let bias = self.facts().head_bias();
         let mut biases = vec![0f32; classes];
         if !bias.is_none() {
@@ -423,7 +414,7 @@ impl Program {
     pub(super) fn read_logits(&mut self, pictures: usize) -> Result<Vec<f32>, CudaError> {
         self.main_stream.0.synchronize()?;
         let mut logits = vec![0f32; pictures * self.plan.network.classes];
-        self.evaluated_logits.read(0, &mut logits)?;
+        self.buffer(Region::EvaluatedLogits).read(0, &mut logits)?;
         Ok(logits)
     }
 }

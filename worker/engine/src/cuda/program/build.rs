@@ -57,7 +57,6 @@ impl Program {
             config.optimizer,
             ops.statistics_copy_blocks(),
         )?;
-        let vector_gradients = device.zeros(4 * (layout.trained_len - layout.matrix_len).max(1))?;
         let syncs_norms = config.sync_batch_norm && comm.size() > 1 && !network.frozen_norm;
         let stages = groups.map_or(1, |groups| groups.stage.size() as usize);
         let reducer = match (comm.size(), stages) {
@@ -79,12 +78,8 @@ impl Program {
                 )?)
             }
         };
-        let accumulated_gradients = match config.accumulate {
-            0 | 1 => None,
-            _ => Some(device.zeros(4 * layout.matrix_len)?),
-        };
         let data_ranks = groups.map_or(1, |groups| groups.data.size() as usize);
-        let is_unstored = plan.recomputes_head_gradient(accumulated_gradients.is_some(), data_ranks)
+        let is_unstored = plan.recomputes_head_gradient(config.accumulate > 1, data_ranks)
             || plan.sampled_classes().is_some();
         let unstored_len = if is_unstored { layout.split_matrix_len } else { 0 };
         let matrix_gradients = device.zeros(dtype.size() * (layout.matrix_len - unstored_len))?;
@@ -105,7 +100,14 @@ impl Program {
             (Region::Rates, device.zeros(8 * count)?),
             (Region::ChannelSums, device.zeros(8 * channels)?),
             (Region::Stamps, device.zeros(256)?),
+            (Region::Totals, device.zeros(256)?),
+            (Region::CheckResult, device.zeros(256)?),
+            (Region::Normalisation, device.zeros(4 * 256 * network.channels)?),
+            (Region::VectorGradients, device.zeros(4 * (layout.trained_len - layout.matrix_len).max(1))?),
         ]);
+        if config.accumulate > 1 {
+            buffers.insert(Region::Accumulated, device.zeros(4 * layout.matrix_len)?);
+        }
         if config.optimizer.is_muon() {
             buffers.insert(Region::Policies, device.upload(&policies(&layout, &config.optimizer))?);
         }
@@ -116,11 +118,14 @@ impl Program {
         // In the schedule, at most one micro-batch for each stage from this one to the last is between its forward and its backward pass.
         let micro_batches_in_flight = (stages - network.stage().0).min(config.accumulate.max(1));
         let inputs = Inputs::new(device, config.batch_size, micro_batches_in_flight)?;
+        let norm_values = device.zeros(norm_bytes.max(4) * micro_batches_in_flight)?;
+        buffers.insert(Region::NormValues, norm_values);
         // A split head has separate kernels and does not copy its logits.
         let (padded_classes, logits_bytes) = match &plan.head {
             None => (plan.padded_classes, 4 * config.batch_size * network.classes),
             Some(_) => (0, 4),
         };
+        buffers.insert(Region::EvaluatedLogits, device.zeros(logits_bytes)?);
         if plan.is_split() {
             let bytes = (plan.model_ranks + 1) * inputs.control.bytes;
             buffers.insert(Region::GroupControls, device.zeros(bytes)?);
@@ -143,24 +148,16 @@ impl Program {
             data_ranks,
             micro_batches_in_flight,
             results: Results::new(device)?,
-            normalisation: device.zeros(4 * 256 * network.channels)?,
             scalings: HashMap::new(),
-            check_result: device.zeros(256)?,
-            totals: device.zeros(256)?,
-            arena: device.alloc(256)?,
             main_stream: OwnedStream::new()?,
             side_stream: OwnedStream::new()?,
             events: event_ids.map(|id| Ok((id, Event::new()?))).collect::<Result<_, CudaError>>()?,
-            evaluated_logits: device.zeros(logits_bytes)?,
             dynamic_scale,
             config: config.clone(),
             state,
             reducer,
             matrix_gradients,
             unstored_len,
-            vector_gradients,
-            accumulated_gradients,
-            norm_values: device.zeros(norm_bytes.max(4) * micro_batches_in_flight)?,
             norms,
             networks: vec![network],
             plan,
@@ -193,7 +190,7 @@ impl Program {
             return Err(CudaError::Unsupported(text).into());
         }
         // The memory must suffice for the largest size.
-        let mut bytes = self.arena.bytes / self.micro_batches_in_flight;
+        let mut bytes = self.buffer(Region::Arena).bytes / self.micro_batches_in_flight;
         for (networks, trains) in [(training, true), (evaluation, false)] {
             for network in networks {
                 check(network)?;
@@ -211,8 +208,9 @@ impl Program {
     /// checks that there is memory for the activations, because timing the plans for a large batch takes minutes.
     fn tune_convolutions(&mut self, device: &Device, trains: bool) -> Result<(), EngineError> {
         let bytes = arena_bytes(&self.facts(), trains)?.saturating_mul(self.micro_batches_in_flight);
-        // The current arena is freed before a larger one is allocated.
-        device.check_free(bytes.saturating_sub(self.arena.bytes))?;
+        // The current arena, if there is one, is freed before a larger one is allocated.
+        let current_bytes = self.buffers.get(&Region::Arena).map_or(0, |arena| arena.bytes);
+        device.check_free(bytes.saturating_sub(current_bytes))?;
         let mut convolutions = Vec::new();
         for op in &self.plan.ops {
             let Some(convolution) = self.plan.convolution(op) else { continue };
@@ -245,8 +243,9 @@ impl Program {
         self.buffers.insert(Region::Workspace, device.alloc(of_others)?);
         self.buffers.insert(Region::SideWorkspace, device.alloc(of_weight_gradients)?);
         // Frees the old arena first, because both arenas may not fit.
-        self.arena = device.alloc(256)?;
-        self.arena = device.zeros(bytes * self.micro_batches_in_flight)?;
+        drop(self.buffers.remove(&Region::Arena));
+        let all_bytes = bytes * self.micro_batches_in_flight;
+        self.buffers.insert(Region::Arena, device.zeros(all_bytes)?);
         if self.plan.network.stage().0 > 0 {
             let values = |network: &Arc<Network>| network.tensors[network.input()].len();
             let values = self.networks.iter().map(values).max().unwrap_or(0);
@@ -254,7 +253,7 @@ impl Program {
             self.buffers.insert(Region::InputGradient, device.zeros(bytes)?);
         }
         let (main, side) = (of_others >> 20, of_weight_gradients >> 20);
-        tracing::debug!("activations take {} MB, workspaces {main} and {side} MB", self.arena.bytes >> 20);
+        tracing::debug!("activations take {} MB, workspaces {main} and {side} MB", all_bytes >> 20);
         Ok(())
     }
 

@@ -100,8 +100,6 @@ impl Program {
             Region::InputRing => return Some(self.inputs.ring.device),
             Region::HostInputCounter => return Some(self.inputs.host_counter.device),
             Region::ResultRing => return Some(self.results.ring.device),
-            Region::Arena => &self.arena,
-            Region::Normalisation => &self.normalisation,
             Region::ScaleRows => scaling(0)?,
             Region::ScaleColumns => scaling(1)?,
             Region::InputCounter => &self.inputs.counter,
@@ -112,14 +110,8 @@ impl Program {
                 let absent_bytes = (self.unstored_len * self.plan.dtype.size()) as u64;
                 return Some(self.matrix_gradients.ptr.wrapping_sub(absent_bytes));
             }
-            Region::VectorGradients => &self.vector_gradients,
-            Region::Accumulated => self.accumulated_gradients.as_ref()?,
-            Region::NormValues => &self.norm_values,
-            Region::Totals => &self.totals,
-            Region::EvaluatedLogits => &self.evaluated_logits,
-            Region::CheckResult => &self.check_result,
             _ => {
-                let of_ranks = || self.reducer.as_ref()?.address(region);
+                let of_ranks = || self.reducer.as_ref()?.buffers.get(&region).map(|buffer| buffer.ptr);
                 let other = || self.buffers.get(&region).map(|buffer| buffer.ptr);
                 return self.state.address(region).or_else(of_ranks).or_else(other);
             }

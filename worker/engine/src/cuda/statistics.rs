@@ -73,7 +73,7 @@ impl Statistics {
 
     /// Whether gradients are sent from the main stream, because ranks also use NCCL between the main stream's kernels. Two streams must not
     /// use one group of ranks at the same time, nor two groups that wait for each other's ranks.
-    pub(super) fn uses_main_stream(&self) -> bool {
+    pub(super) fn reduces_gradients_on_main_stream(&self) -> bool {
         matches!(self, Statistics::Nccl | Statistics::LocalWithExchanges)
     }
 }

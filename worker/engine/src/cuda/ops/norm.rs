@@ -156,7 +156,11 @@ impl Ops {
     /// A cluster of `k` blocks owns 16 channels (32 if there would be too many blocks); a thread has
     /// rows / (256 k) rows. If the kernel waits for other ranks (`waits_for_ranks`), all clusters have to be resident at once. The grid
     /// then has at most one block per multiprocessor, without the multiprocessors for NCCL's blocks.
-    fn one_launch_geometry(&self, shape: Shape, waits_for_ranks: bool) -> Option<Geometry> {
+    pub(in crate::cuda) fn one_launch_geometry(
+        &self,
+        shape: Shape,
+        waits_for_ranks: bool,
+    ) -> Option<Geometry> {
         let (rows, groups) = (shape.rows(), shape.channels / 8);
         let reserved_blocks = if waits_for_ranks { nccl::MAX_BLOCKS } else { 0 };
         let max_blocks = self.multiprocessors.saturating_sub(reserved_blocks);
@@ -182,11 +186,6 @@ impl Ops {
         // At least two threads per channel, which finish a block's sums.
         let y = rows.div_ceil(k).next_power_of_two().clamp(32 / x, max_y).max(16);
         Some(Geometry { cluster: k, ..plain([k, columns, 1], [x, y, 1]) })
-    }
-
-    /// Whether [`Ops::norm_forward`] uses the one-launch variant, in which the kernel waits for other ranks if `waits_for_ranks`.
-    pub(in crate::cuda) fn is_norm_small(&self, shape: Shape, waits_for_ranks: bool) -> bool {
-        self.one_launch_geometry(shape, waits_for_ranks).is_some()
     }
 }
 

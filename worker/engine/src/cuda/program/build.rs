@@ -270,6 +270,6 @@ impl Program {
         convolution.groups == 1
             && self.plan.dtype == DType::F16
             && !self.tuner.is_deterministic
-            && !self.ops.is_norm_small(shape, waits)
+            && self.ops.one_launch_geometry(shape, waits).is_none()
     }
 }

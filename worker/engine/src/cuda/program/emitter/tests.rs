@@ -152,7 +152,7 @@ impl Setting {
         let logits = Content::Activation(self.plan.network.logits());
         let has_logits = phase == Phase::Evaluate && self.plan.network.is_last_stage();
         let expected: &[Content] = if has_logits { &[logits] } else { &[] };
-        assert_eq!(live(&emitted.commands), expected, "{name}, {phase:?}");
+        assert_eq!(still_allocated(&emitted.commands), expected, "{name}, {phase:?}");
         for command in &emitted.commands {
             if let Command::Kernel { kernel, .. } = command {
                 signatures::check(kernel);
@@ -167,7 +167,7 @@ impl Setting {
 }
 
 /// The contents of the memory that is still allocated at the end of a list.
-fn live(commands: &[Command]) -> Vec<Content> {
+fn still_allocated(commands: &[Command]) -> Vec<Content> {
     let mut live = Vec::new();
     for command in commands {
         match command {

@@ -20,7 +20,7 @@ impl GraphEmitter<'_> {
             return;
         }
         let mut producer = self.weight_gradient_stream;
-        if self.uses_side_stream() && statistics.uses_main_stream() {
+        if self.uses_side_stream() && statistics.reduces_gradients_on_main_stream() {
             self.join();
             producer = StreamId::Main;
         }
@@ -33,7 +33,7 @@ impl GraphEmitter<'_> {
     /// Reduces a range of gradients over all ranks after the commands so far on the stream `producer`.
     fn send_bucket(&mut self, bucket: usize, producer: StreamId, at: Operand, dtype: DType) {
         // NCCL must not use one group of ranks from two streams at once.
-        if self.facts.statistics.is_some_and(Statistics::uses_main_stream) {
+        if self.facts.statistics.is_some_and(Statistics::reduces_gradients_on_main_stream) {
             return self.reduce(producer, at, dtype);
         }
         self.record(producer, EventId::BucketReady(bucket));
@@ -107,7 +107,7 @@ impl GraphEmitter<'_> {
                 // Runs concurrently with the reduction of the other gradients.
                 split_squares = self.compute_split_squares(split)?;
             }
-            if !statistics.uses_main_stream() {
+            if !statistics.reduces_gradients_on_main_stream() {
                 self.record(StreamId::Collectives, EventId::CollectivesDone);
                 self.wait(StreamId::Main, EventId::CollectivesDone);
             }

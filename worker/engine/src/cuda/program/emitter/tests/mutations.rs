@@ -178,7 +178,7 @@ fn an_update_that_the_host_could_not_stop_is_refused() {
         let mut early = without(&commands, at);
         early.insert(last, commands[at].clone());
         assert!(refusal(&early).unwrap().contains("an update may"), "{early:?}");
-        if !setting.statistics.as_ref().is_some_and(Statistics::uses_main_stream) {
+        if !setting.statistics.as_ref().is_some_and(Statistics::reduces_gradients_on_main_stream) {
             // If another stream reduces the gradients, a command after the start of the reduction may run before its end.
             early = without(&commands, at);
             early.insert(last + 1, commands[at].clone());

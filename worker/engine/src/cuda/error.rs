@@ -6,6 +6,9 @@ use cudarc::{
     driver::{result::DriverError, sys::CUresult},
 };
 
+/// The result of a call of the driver or of cuDNN.
+pub(super) type Result<T = (), E = CudaError> = std::result::Result<T, E>;
+
 /// An error of a call, with the call's purpose.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CudaError {

@@ -9,7 +9,7 @@ use super::{
     command::Geometry,
     device::{Device, Stream},
     dtype::DType,
-    error::CudaError,
+    error::{CudaError, Result},
     ops::WGMMA_CAPABILITY,
     profile::Profile,
 };
@@ -87,7 +87,7 @@ const MAX_COMPILE_WAIT: Duration = Duration::from_secs(60);
 
 impl Kernels {
     /// Loads the kernels. If they are not in the cache, one rank of a machine compiles them while the others wait.
-    pub(super) fn load(device: &Device, dtype: DType) -> Result<Self, CudaError> {
+    pub(super) fn load(device: &Device, dtype: DType) -> Result<Self> {
         let options = options(device.capability, dtype);
         let name = cache_name(device.capability, dtype, &options);
         let module = load_cached(&name).map_or_else(|| load_or_compile(&name, &options), Ok)?;
@@ -117,7 +117,7 @@ impl Kernels {
         name: &'static str,
         geometry: Geometry,
         args: &[u64],
-    ) -> Result<(), CudaError> {
+    ) -> Result {
         let (function, max_bytes) = self.function(name)?;
         check_shared_memory(name, geometry.shared_bytes, max_bytes)?;
         // The driver only reads the arguments.
@@ -167,7 +167,7 @@ impl Kernels {
     }
 
     /// A kernel, loaded on its first use, and its maximum dynamic shared memory per block in bytes.
-    fn function(&self, name: &'static str) -> Result<(sys::CUfunction, u32), CudaError> {
+    fn function(&self, name: &'static str) -> Result<(sys::CUfunction, u32)> {
         let mut functions = lock(&self.functions);
         if let Some(function) = functions.get(name) {
             return Ok(*function);
@@ -204,7 +204,7 @@ impl Drop for Kernels {
 }
 
 /// Checks that a block's dynamic shared memory, `bytes`, fits. Only kernels that resize wide pictures can need too much.
-fn check_shared_memory(kernel: &str, bytes: u32, max_bytes: u32) -> Result<(), CudaError> {
+fn check_shared_memory(kernel: &str, bytes: u32, max_bytes: u32) -> Result {
     if bytes <= max_bytes {
         return Ok(());
     }
@@ -278,7 +278,7 @@ fn load_cached(name: &str) -> Option<sys::CUmodule> {
 }
 
 /// Compiles the kernels. If another rank of this machine is compiling them, waits and loads that rank's module instead.
-fn load_or_compile(name: &str, options: &[String]) -> Result<sys::CUmodule, CudaError> {
+fn load_or_compile(name: &str, options: &[String]) -> Result<sys::CUmodule> {
     let _one_at_a_time = cache::lock(cache::dir(), name, MAX_COMPILE_WAIT);
     if let Some(module) = load_cached(name) {
         return Ok(module);
@@ -289,7 +289,7 @@ fn load_or_compile(name: &str, options: &[String]) -> Result<sys::CUmodule, Cuda
 }
 
 /// Loads machine code. `image` must be undamaged: the driver crashes on truncated or damaged machine code.
-fn load_module(image: &[u8]) -> Result<sys::CUmodule, CudaError> {
+fn load_module(image: &[u8]) -> Result<sys::CUmodule> {
     let mut module = std::ptr::null_mut();
     // SAFETY: NVRTC produced the image; the driver copies it.
     unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) }
@@ -299,7 +299,7 @@ fn load_module(image: &[u8]) -> Result<sys::CUmodule, CudaError> {
 }
 
 /// Compiles [`SOURCE`] to machine code.
-fn compile(options: &[String]) -> Result<Vec<u8>, CudaError> {
+fn compile(options: &[String]) -> Result<Vec<u8>> {
     use nvrtc::result;
     libraries::check_loadable(&[Library::Nvrtc]).map_err(CudaError::Missing)?;
     let compile_error = |log: String| CudaError::Compile { target: options[0].clone(), log };

@@ -3,7 +3,7 @@
 use super::{
     command::Part,
     device::{Event, Stream},
-    error::CudaError,
+    error::{CudaError, Result},
 };
 use lockstep_host::lock;
 use std::sync::Mutex;
@@ -64,7 +64,7 @@ impl Profile {
     }
 
     /// Stops profiling and returns the calls since [`Profile::begin`].
-    pub(super) fn end(&self) -> Result<Vec<TimedCall>, CudaError> {
+    pub(super) fn end(&self) -> Result<Vec<TimedCall>> {
         let calls = lock(&self.0).take().map(|profile| profile.calls).unwrap_or_default();
         let read_time = |RecordedCall { part, begin, end }: RecordedCall| {
             Ok(TimedCall { part, millis: f64::from(begin.millis_to(&end)?) })

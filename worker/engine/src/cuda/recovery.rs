@@ -14,7 +14,7 @@
 use super::{
     CudaEngine, PendingStep,
     device::{Buffer, OwnedStream, Pinned},
-    error::CudaError,
+    error::{CudaError, Result},
     state::Scaler,
 };
 use crate::{EngineError, StepResult};
@@ -38,7 +38,7 @@ pub(super) struct RecoveryStream {
 
 impl RecoveryStream {
     /// Creates a stream that can read at most `bytes` bytes at a time.
-    pub(super) fn new(bytes: usize) -> Result<Self, CudaError> {
+    pub(super) fn new(bytes: usize) -> Result<Self> {
         Ok(Self {
             stream: OwnedStream::with_highest_priority()?,
             staging: Pinned::new(bytes.max(size_of::<Scaler>()))?,
@@ -51,7 +51,7 @@ impl RecoveryStream {
         from: &Buffer,
         count: usize,
         deadline: Instant,
-    ) -> Result<Vec<T>, CudaError> {
+    ) -> Result<Vec<T>> {
         self.stream.0.download(&mut self.staging, from, count * size_of::<T>())?;
         wait(deadline, "a copy to the host", || self.stream.0.is_idle())?;
         Ok((0..count).map(|index| self.staging.read(index * size_of::<T>())).collect())
@@ -59,11 +59,7 @@ impl RecoveryStream {
 }
 
 /// Waits until `is_done` returns true. Fails after `deadline`; `what` is the awaited work, for the error.
-fn wait(
-    deadline: Instant,
-    what: &'static str,
-    mut is_done: impl FnMut() -> Result<bool, CudaError>,
-) -> Result<(), CudaError> {
+fn wait(deadline: Instant, what: &'static str, mut is_done: impl FnMut() -> Result<bool>) -> Result {
     while !is_done()? {
         if Instant::now() > deadline {
             return Err(CudaError::Hung { secs: RECOVERY_LIMIT.as_secs_f64(), what });
@@ -109,18 +105,18 @@ impl CudaEngine {
     }
 
     /// Whether an update may be under way. If updates are frozen, this stays false once it is false.
-    pub(super) fn is_updating(&mut self, deadline: Instant) -> Result<bool, CudaError> {
+    pub(super) fn is_updating(&mut self, deadline: Instant) -> Result<bool> {
         let scaler: Vec<Scaler> = self.recovery_stream.read(&self.program.state.scaler, 1, deadline)?;
         Ok(scaler.iter().any(|scaler| scaler.updating != 0))
     }
 
     /// Number of steps that the GPU has finished, modulo 2^32.
-    fn finished_steps(&mut self, deadline: Instant) -> Result<u32, CudaError> {
+    fn finished_steps(&mut self, deadline: Instant) -> Result<u32> {
         Ok(self.recovery_stream.read(&self.program.results.counter, 1, deadline)?[0])
     }
 
     /// Waits until the state has the running statistics after the last of the `finished_steps`.
-    fn recover_statistics(&mut self, finished_steps: u32, deadline: Instant) -> Result<(), CudaError> {
+    fn recover_statistics(&mut self, finished_steps: u32, deadline: Instant) -> Result {
         if self.started_steps == finished_steps {
             let main = self.program.main_stream.0;
             return wait(deadline, "the started steps", || main.is_idle());

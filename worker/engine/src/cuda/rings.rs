@@ -3,7 +3,7 @@
 use super::{
     command::{Operand, Region},
     device::{Buffer, Device, Pinned},
-    error::CudaError,
+    error::Result,
 };
 use bytemuck::{Pod, Zeroable};
 use lockstep_data::loader::{Batch, MixParams};
@@ -95,11 +95,7 @@ pub(super) struct Inputs {
 }
 
 impl Inputs {
-    pub(super) fn new(
-        device: &Device,
-        batch: usize,
-        micro_batches_in_flight: usize,
-    ) -> Result<Self, CudaError> {
+    pub(super) fn new(device: &Device, batch: usize, micro_batches_in_flight: usize) -> Result<Self> {
         let bytes = 4 * Self::control_words(batch);
         Ok(Self {
             ring: Pinned::new(SLOTS * bytes)?,
@@ -146,7 +142,7 @@ pub(super) struct Results {
 }
 
 impl Results {
-    pub(super) fn new(device: &Device) -> Result<Self, CudaError> {
+    pub(super) fn new(device: &Device) -> Result<Self> {
         Ok(Self {
             ring: Pinned::new(RESULTS * size_of::<Record>())?,
             counter: device.zeros(256)?,

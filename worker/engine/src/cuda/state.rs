@@ -4,7 +4,7 @@ use super::{
     command::{Kernel, Operand, Region, UPDATING},
     device::{Buffer, Device, Pinned, Ptr},
     dtype::DType,
-    error::CudaError,
+    error::Result,
     layout::Layout,
     ops::Ops,
     planes::{from_planes, to_planes},
@@ -93,7 +93,7 @@ impl State {
         first_scale: f32,
         optimizer: Optimizer,
         statistics_copy_blocks: u32,
-    ) -> Result<Self, CudaError> {
+    ) -> Result<Self> {
         let slot_len = match share {
             None => layout.len,
             Some(share) => layout.own_ranges(share).map(|own| own.len()).sum(),
@@ -156,7 +156,7 @@ impl State {
         self.read_tensors(&self.read_weights()?, running)
     }
 
-    fn read_weights(&self) -> Result<Vec<f32>, CudaError> {
+    fn read_weights(&self) -> Result<Vec<f32>> {
         let mut weights = vec![0f32; self.layout.len];
         let (planar, others) = weights.split_at_mut(self.planar_len);
         let piece_len = self.layout.piece_len();
@@ -173,7 +173,7 @@ impl State {
 
     /// Writes `weights` to the values from index `at` on. These values must be either all in planes or all outside planes. `staging` is
     /// used only for planes.
-    fn write_weights(&self, staging: &mut Pinned, at: usize, weights: &[f32]) -> Result<(), CudaError> {
+    fn write_weights(&self, staging: &mut Pinned, at: usize, weights: &[f32]) -> Result {
         if at >= self.planar_len {
             return self.weights.write_at(4 * at, weights);
         }
@@ -190,7 +190,7 @@ impl State {
     }
 
     /// Page-locked memory for a piece of the weights, from which the GPU copies several times as fast as from other memory.
-    fn staging(&self) -> Result<Pinned, CudaError> {
+    fn staging(&self) -> Result<Pinned> {
         Pinned::new(4 * self.layout.piece_len())
     }
 
@@ -236,7 +236,7 @@ impl State {
         ops: &Ops,
         decay: f64,
         step: u32,
-    ) -> Result<Vec<Kernel>, CudaError> {
+    ) -> Result<Vec<Kernel>> {
         let is_first = self.average.is_none();
         if is_first {
             self.allocate_average(device)?;
@@ -260,7 +260,7 @@ impl State {
         Ok(kernels)
     }
 
-    fn allocate_average(&mut self, device: &Device) -> Result<(), CudaError> {
+    fn allocate_average(&mut self, device: &Device) -> Result {
         let [weights, running] =
             [&self.weights, &self.running_values].map(|buffer| device.zeros(buffer.bytes));
         self.average = Some([weights?, running?]);
@@ -314,11 +314,11 @@ impl State {
         self.running_layouts.iter().any(|norm| norm.is_split)
     }
 
-    pub(super) fn read_statistics(&self) -> Result<Vec<f32>, CudaError> {
+    pub(super) fn read_statistics(&self) -> Result<Vec<f32>> {
         read_floats(&self.running_values)
     }
 
-    pub(super) fn write_statistics(&self, statistics: &[f32]) -> Result<(), CudaError> {
+    pub(super) fn write_statistics(&self, statistics: &[f32]) -> Result {
         self.running_values.write(statistics)
     }
 
@@ -342,17 +342,17 @@ impl State {
         self.low_precision.is_some().then(|| ops.convert_to_low_precision(weights, low_precision, length))
     }
 
-    pub(super) fn loss_scaling(&self) -> Result<LossScaling, CudaError> {
+    pub(super) fn loss_scaling(&self) -> Result<LossScaling> {
         let scaler = self.read_scaler()?;
         Ok(LossScaling { scale: scaler.scale, growth_tracker: scaler.good_steps })
     }
 
-    pub(super) fn set_loss_scaling(&mut self, scaling: LossScaling) -> Result<(), CudaError> {
+    pub(super) fn set_loss_scaling(&mut self, scaling: LossScaling) -> Result {
         let scaler = self.read_scaler()?;
         self.scaler.write(&[Scaler { scale: scaling.scale, good_steps: scaling.growth_tracker, ..scaler }])
     }
 
-    pub(super) fn read_scaler(&self) -> Result<Scaler, CudaError> {
+    pub(super) fn read_scaler(&self) -> Result<Scaler> {
         let mut scaler: [Scaler; 1] = Zeroable::zeroed();
         self.scaler.read(0, &mut scaler)?;
         Ok(scaler[0])
@@ -463,7 +463,7 @@ impl State {
 }
 
 /// Copies all float32 values of a buffer to the host.
-fn read_floats(buffer: &Buffer) -> Result<Vec<f32>, CudaError> {
+fn read_floats(buffer: &Buffer) -> Result<Vec<f32>> {
     let mut values = vec![0f32; buffer.bytes / 4];
     buffer.read(0, &mut values)?;
     Ok(values)

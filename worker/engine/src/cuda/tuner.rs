@@ -5,7 +5,7 @@ use super::{
     convolution::{Convolution, Direction, Tensors},
     cudnn::{Choice, Cudnn, FALLBACK_ENGINES, FAST_ENGINES, Plan},
     device::{Buffer, Device, Event, OwnedStream, Ptr},
-    error::CudaError,
+    error::{CudaError, Result},
 };
 use lockstep_host::cache;
 use std::{
@@ -60,7 +60,7 @@ impl Tuner {
     }
 
     /// The plan of a convolution that was passed to [`Tuner::prepare`].
-    pub(super) fn plan(&self, convolution: &Convolution) -> Result<&Plan, CudaError> {
+    pub(super) fn plan(&self, convolution: &Convolution) -> Result<&Plan> {
         self.plans
             .get(convolution)
             .ok_or_else(|| CudaError::Unsupported(format!("no plan was prepared for {convolution:?}")))
@@ -97,7 +97,7 @@ impl Tuner {
 
     /// Finds a plan for each of `convolutions`, and times candidates if no choice is cached. Only one rank of a machine times candidates,
     /// and the other ranks use its choices, because ranks with different plans would compute different last bits.
-    pub(super) fn prepare(&mut self, device: &Device, convolutions: &[Convolution]) -> Result<(), CudaError> {
+    pub(super) fn prepare(&mut self, device: &Device, convolutions: &[Convolution]) -> Result {
         if self.rebuild(convolutions).is_empty() {
             return Ok(());
         }
@@ -167,7 +167,7 @@ struct Bench {
 }
 
 impl Bench {
-    fn new(device: &Device, convolutions: &[Convolution], is_deterministic: bool) -> Result<Self, CudaError> {
+    fn new(device: &Device, convolutions: &[Convolution], is_deterministic: bool) -> Result<Self> {
         let bytes =
             convolutions.iter().map(|c| tensor_bytes(c).iter().map(|b| b.next_multiple_of(256)).sum()).max();
         let tensors = device.alloc(bytes.unwrap_or(0))?;
@@ -194,7 +194,7 @@ impl Bench {
     }
 
     /// The fastest plan and its time in milliseconds.
-    fn fastest(&self, cudnn: &Cudnn, convolution: &Convolution) -> Result<(Plan, f32), CudaError> {
+    fn fastest(&self, cudnn: &Cudnn, convolution: &Convolution) -> Result<(Plan, f32)> {
         let mut best: Option<(Plan, f32)> = None;
         let mut first_error = None;
         let began = Instant::now();
@@ -237,13 +237,7 @@ impl Bench {
     /// Milliseconds per run, measured over consecutive runs in a graph, because the host's launch overhead is longer than a short kernel.
     /// `best` is the time in milliseconds of the best plan so far, if there is one. A plan that is much slower is not timed in a graph.
     /// Fails for a plan that cannot be captured.
-    fn time(
-        &self,
-        cudnn: &Cudnn,
-        convolution: &Convolution,
-        plan: &Plan,
-        best: Option<f32>,
-    ) -> Result<f32, CudaError> {
+    fn time(&self, cudnn: &Cudnn, convolution: &Convolution, plan: &Plan, best: Option<f32>) -> Result<f32> {
         let stream = self.stream.0;
         let tensors = self.addresses(convolution);
         let run = || cudnn.run(stream, plan, tensors, self.workspace.ptr);

@@ -6,7 +6,7 @@ use super::{
     cudnn::{Cudnn, FAST_ENGINES},
     device::Device,
     dtype::DType,
-    error::CudaError,
+    error::{CudaError, Result},
     kernels::Kernels,
 };
 use lockstep_comm::nccl;
@@ -35,7 +35,7 @@ pub(super) struct GpuParts {
 /// The parts that were opened in advance and that no engine has taken yet.
 enum EarlyParts {
     Nothing,
-    Opening(JoinHandle<Result<GpuParts, CudaError>>),
+    Opening(JoinHandle<Result<GpuParts>>),
     Open(Box<GpuParts>),
 }
 
@@ -56,7 +56,7 @@ static EARLY_PARTS: Mutex<EarlyParts> = Mutex::new(EarlyParts::Nothing);
 pub(super) fn start_opening(ordinal: i32, ranks: u32, dtype: Option<DType>) {
     let mut early_parts = lock(&EARLY_PARTS);
     let earlier = mem::replace(&mut *early_parts, EarlyParts::Nothing);
-    let open = move || -> Result<GpuParts, CudaError> {
+    let open = move || -> Result<GpuParts> {
         libraries::check_loadable(&[Library::Driver, Library::Cudnn]).map_err(CudaError::Missing)?;
         // float16 is the format of `train.precision = "auto"`.
         let parts = open_missing(earlier.wait(), ordinal, dtype.unwrap_or(DType::F16))?;
@@ -78,7 +78,7 @@ pub(super) fn start_opening(ordinal: i32, ranks: u32, dtype: Option<DType>) {
 }
 
 /// Opens GPU `ordinal` and makes it current on the calling thread. Takes the parts that were opened in advance, and opens the rest.
-pub(super) fn open(ordinal: i32, dtype: DType) -> Result<GpuParts, CudaError> {
+pub(super) fn open(ordinal: i32, dtype: DType) -> Result<GpuParts> {
     // The lock is released before the wait for the thread.
     let earlier = mem::replace(&mut *lock(&EARLY_PARTS), EarlyParts::Nothing);
     open_missing(earlier.wait(), ordinal, dtype)
@@ -97,7 +97,7 @@ pub(super) fn is_sound() -> bool {
 }
 
 /// Opens the parts that `earlier` does not have.
-fn open_missing(earlier: Option<GpuParts>, ordinal: i32, dtype: DType) -> Result<GpuParts, CudaError> {
+fn open_missing(earlier: Option<GpuParts>, ordinal: i32, dtype: DType) -> Result<GpuParts> {
     let Some(parts) = earlier.filter(|parts| parts.ordinal == ordinal) else {
         let device = Device::open(ordinal)?;
         let (free_before, _) = device.free_and_total_bytes();

@@ -23,6 +23,8 @@ mod update;
 /// Number of newest weight gradients that may still run on the side stream when the backward pass frees the memory of older ones.
 const PENDING_WEIGHT_GRADIENTS: usize = 4;
 
+type Result<T = (), E = EngineError> = std::result::Result<T, E>;
+
 /// Messages to or from other ranks, each with the other rank's index in the group and the memory.
 type Messages = Vec<(u32, Operand)>;
 
@@ -121,7 +123,7 @@ pub(super) fn emit(
     phase: Phase,
     input: Input,
     weight_gradient_stream: StreamId,
-) -> Result<Emitted, EngineError> {
+) -> Result<Emitted> {
     let mut emitter = GraphEmitter::new(facts, weight_gradient_stream);
     emitter.emit_network(phase, input)?;
     let GraphEmitter { arena, commands, forward_command_count, .. } = emitter;
@@ -155,7 +157,7 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    fn emit_network(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
+    fn emit_network(&mut self, phase: Phase, input: Input) -> Result {
         self.count_readers(phase);
         self.begin_part(Part::Begin);
         self.begin(phase, input)?;
@@ -292,7 +294,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The memory of an activation, which an earlier operation must have computed.
-    fn activation(&self, tensor: TensorId) -> Result<Operand, EngineError> {
+    fn activation(&self, tensor: TensorId) -> Result<Operand> {
         self.activations[tensor]
             .ok_or_else(|| EngineError::Parameters(format!("tensor {tensor} is read before it is computed")))
     }
@@ -328,9 +330,9 @@ impl<'a> GraphEmitter<'a> {
 ///
 /// # Errors
 /// An operation reads a tensor that no earlier operation has computed.
-pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize, EngineError> {
+pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize> {
     let only_micro_batch = MicroBatch { is_first: true, is_last: true, is_full: true, pass: None };
-    let bytes_of = |phase: Phase, weight_gradient_stream: StreamId| -> Result<usize, EngineError> {
+    let bytes_of = |phase: Phase, weight_gradient_stream: StreamId| -> Result<usize> {
         Ok(emit(facts, phase, Input::NONE, weight_gradient_stream)?.arena_bytes)
     };
     let evaluation = bytes_of(Phase::Evaluate, StreamId::Side)?;

@@ -3,7 +3,7 @@
 use super::*;
 
 impl<'a> GraphEmitter<'a> {
-    pub(super) fn backward(&mut self, index: usize, micro_batch: MicroBatch) -> Result<(), EngineError> {
+    pub(super) fn backward(&mut self, index: usize, micro_batch: MicroBatch) -> Result {
         let op = &self.plan.ops[index];
         match op {
             FusedOp::Conv(conv) => match conv.backward {
@@ -57,7 +57,7 @@ impl<'a> GraphEmitter<'a> {
         output: TensorId,
         backward: ConvBackward,
         micro_batch: MicroBatch,
-    ) -> Result<(), EngineError> {
+    ) -> Result {
         let Some(convolution) = self.plan.convolution(op) else { return Ok(()) };
         let (FusedOp::Conv(Conv { name, .. }) | FusedOp::Linear { name, .. }) = op else { return Ok(()) };
         let dy = self.gradient(output)?;
@@ -107,11 +107,7 @@ impl<'a> GraphEmitter<'a> {
 
     /// The backward pass of a batch norm and of the ReLU after it. It writes the gradient of the input over the input or into new memory,
     /// unless the preceding convolution's backward pass computes this gradient.
-    fn norm_backward(
-        &mut self,
-        node: &Norm,
-        MicroBatch { is_first, .. }: MicroBatch,
-    ) -> Result<(), EngineError> {
+    fn norm_backward(&mut self, node: &Norm, MicroBatch { is_first, .. }: MicroBatch) -> Result {
         let x = self.activation(node.input)?;
         let [Some(dy), added] = self.gradients_of_norm(node)? else {
             return Err(EngineError::Parameters(format!("{} has no gradient", node.name)));
@@ -223,7 +219,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The gradients of a batch norm's output for its backward pass: one, or two that its kernels add. Adds further gradients first.
-    fn gradients_of_norm(&mut self, node: &Norm) -> Result<[Option<Gradient>; 2], EngineError> {
+    fn gradients_of_norm(&mut self, node: &Norm) -> Result<[Option<Gradient>; 2]> {
         let mut incoming = std::mem::take(&mut self.gradients[node.output]);
         // A gradient through a convolution comes first, so that it is not one of the gradients that are added below.
         incoming.sort_by_key(|gradient| !matches!(gradient, Gradient::ThroughConv { .. }));

@@ -56,11 +56,7 @@ impl GraphEmitter<'_> {
     }
 
     /// Converts an activation to another placement.
-    pub(super) fn redistribute_forward(
-        &mut self,
-        input: TensorId,
-        output: TensorId,
-    ) -> Result<(), EngineError> {
+    pub(super) fn redistribute_forward(&mut self, input: TensorId, output: TensorId) -> Result {
         let (x, y) = (self.activation(input)?, self.alloc_activation(output));
         let placements = [input, output].map(|tensor| self.plan.network.placement(tensor).clone());
         self.redistribute([input, output], placements, [x, y]);
@@ -68,11 +64,7 @@ impl GraphEmitter<'_> {
     }
 
     /// Computes the gradient of `input` from the gradient of `output`.
-    pub(super) fn redistribute_backward(
-        &mut self,
-        input: TensorId,
-        output: TensorId,
-    ) -> Result<(), EngineError> {
+    pub(super) fn redistribute_backward(&mut self, input: TensorId, output: TensorId) -> Result {
         let (dy, dx) = (self.gradient(output)?, self.alloc_gradient(input));
         let placements = [output, input].map(|tensor| self.plan.network.placement(tensor).of_gradient());
         self.redistribute([output, input], placements, [dy, dx]);

@@ -5,7 +5,7 @@ use super::*;
 impl<'a> GraphEmitter<'a> {
     /// Reads the pictures of the next micro-batch, which are the network's input. Later stages receive the activation of the preceding
     /// stage instead.
-    pub(super) fn begin(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
+    pub(super) fn begin(&mut self, phase: Phase, input: Input) -> Result {
         if self.plan.network.stage().0 > 0 {
             self.receive_input(phase);
             return Ok(());
@@ -53,7 +53,7 @@ impl<'a> GraphEmitter<'a> {
         self.push(facts.ops.gather(batch, size, mode, scaling));
     }
 
-    pub(super) fn forward(&mut self, index: usize, phase: Phase) -> Result<(), EngineError> {
+    pub(super) fn forward(&mut self, index: usize, phase: Phase) -> Result {
         let trains = matches!(phase, Phase::Train(_));
         let op = &self.plan.ops[index];
         match op {
@@ -130,7 +130,7 @@ impl<'a> GraphEmitter<'a> {
         input: TensorId,
         output: TensorId,
         phase: Phase,
-    ) -> Result<(), EngineError> {
+    ) -> Result {
         let (x, y) = (self.activation(input)?, self.alloc_activation(output));
         let Some(convolution) = self.plan.convolution(op) else { return Ok(()) };
         let (FusedOp::Conv(Conv { name, .. }) | FusedOp::Linear { name, .. }) = op else { return Ok(()) };
@@ -158,7 +158,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// A batch norm in training: computes the statistics of its input and applies them, as far as no other operation does so.
-    fn norm_forward(&mut self, node: &Norm) -> Result<(), EngineError> {
+    fn norm_forward(&mut self, node: &Norm) -> Result {
         let x = self.activation(node.input)?;
         let are_statistics_taken_earlier = node.statistics != StatisticsIn::Norm;
         if matches!(node.forward, NormForward::InShortcut | NormForward::InConv) {
@@ -236,14 +236,14 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The kernel's description of a batch norm without the operations that are fused with it.
-    pub(super) fn norm_without_fusion(&self, node: &Norm) -> Result<ops::NormForward, EngineError> {
+    pub(super) fn norm_without_fusion(&self, node: &Norm) -> Result<ops::NormForward> {
         let without_shortcut = Norm { shortcut: None, ..node.clone() };
         self.norm(&without_shortcut, self.activation(node.input)?, Operand::NONE, Operand::NONE)
     }
 
     /// A batch norm that applies running statistics: in evaluation, or frozen in training. In training it keeps the ReLU's mask for the
     /// backward pass.
-    fn norm_with_running_statistics(&mut self, node: &Norm, trains: bool) -> Result<(), EngineError> {
+    fn norm_with_running_statistics(&mut self, node: &Norm, trains: bool) -> Result {
         let (ops, x) = (self.facts.ops, self.activation(node.input)?);
         self.push(ops.norm_to_scale_and_bias(&self.facts.norms[node.norm]));
         if node.forward == NormForward::InShortcut {
@@ -271,7 +271,7 @@ impl<'a> GraphEmitter<'a> {
         x: Operand,
         y: Operand,
         mask: Operand,
-    ) -> Result<ops::NormForward, EngineError> {
+    ) -> Result<ops::NormForward> {
         let norms = self.facts.norms;
         let shortcut = match node.shortcut {
             None => ops::Shortcut::None,

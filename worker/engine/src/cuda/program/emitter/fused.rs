@@ -5,11 +5,7 @@ use super::*;
 
 impl<'a> GraphEmitter<'a> {
     /// A convolution that applies the batch norm before it, and computes the statistics of the batch norm after it.
-    pub(super) fn bottleneck_forward(
-        &mut self,
-        conv: &Conv,
-        norm_before: Option<usize>,
-    ) -> Result<(), EngineError> {
+    pub(super) fn bottleneck_forward(&mut self, conv: &Conv, norm_before: Option<usize>) -> Result {
         let plan = self.plan;
         let before = norm_before.map(|norm| plan.norm(norm));
         let from = self.activation(before.map_or(conv.input, |node| node.input))?;
@@ -30,7 +26,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// A convolution that computes the end of the preceding block, and the statistics of the batch norm after the convolution.
-    pub(super) fn block_end_forward(&mut self, conv: &Conv, norm_at_end: usize) -> Result<(), EngineError> {
+    pub(super) fn block_end_forward(&mut self, conv: &Conv, norm_at_end: usize) -> Result {
         let end = self.plan.norm(norm_at_end);
         let (x, y) = (self.activation(end.input)?, self.activation(conv.input)?);
         let z = self.alloc_activation(conv.output);
@@ -44,7 +40,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The batch norm of a convolution's output.
-    pub(super) fn norm_after(&self, conv: &Conv) -> Result<&'a Norm, EngineError> {
+    pub(super) fn norm_after(&self, conv: &Conv) -> Result<&'a Norm> {
         let plan = self.plan;
         let norm = conv.norm_after.map(|norm| plan.norm(norm));
         norm.ok_or_else(|| EngineError::Parameters(format!("no batch norm follows {}", conv.name)))
@@ -57,7 +53,7 @@ impl<'a> GraphEmitter<'a> {
         conv: &Conv,
         norm_before: Option<usize>,
         micro_batch: MicroBatch,
-    ) -> Result<(), EngineError> {
+    ) -> Result {
         let &Conv { input, output, .. } = conv;
         let Some(Gradient::Deferred { g, x, norm }) = self.gradients[output].pop() else {
             return Err(EngineError::Parameters(format!("{} has no gradient", conv.name)));

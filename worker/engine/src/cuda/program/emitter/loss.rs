@@ -8,7 +8,7 @@ const MANY_CLASSES: usize = 4096;
 
 impl GraphEmitter<'_> {
     /// Computes the loss and the gradient of the logits. Stages before the last receive the gradient of their output instead.
-    pub(super) fn begin_backward(&mut self, micro_batch: MicroBatch) -> Result<(), EngineError> {
+    pub(super) fn begin_backward(&mut self, micro_batch: MicroBatch) -> Result {
         let MicroBatch { is_first, pass, .. } = micro_batch;
         if pass.is_some_and(|pass| pass.is_backward && pass.sends_gradient) {
             self.send_input_gradient();
@@ -46,7 +46,7 @@ impl GraphEmitter<'_> {
     }
 
     /// Computes the loss and, if this rank has all classes, the logits for the host.
-    pub(super) fn evaluate_loss(&mut self) -> Result<(), EngineError> {
+    pub(super) fn evaluate_loss(&mut self) -> Result {
         if !self.plan.network.is_last_stage() {
             return Ok(());
         }

@@ -18,7 +18,7 @@ impl GraphEmitter<'_> {
         name: &str,
         [input, output]: [TensorId; 2],
         trains: bool,
-    ) -> Result<(), EngineError> {
+    ) -> Result {
         let (Some(margin), Some(part)) = (self.plan.margin, self.head_part(op, name)) else { return Ok(()) };
         let (x, values) = (self.activation(input)?, self.activation(output)?);
         let (ops, Convolution { batch, in_c, out_c, .. }) = (self.facts.ops, part.convolution);

@@ -4,7 +4,7 @@ use super::*;
 
 impl<'a> GraphEmitter<'a> {
     /// The forward pass of a ReLU, a GELU, an addition or a max pooling.
-    pub(super) fn plain_forward(&mut self, op: &FusedOp, trains: bool) -> Result<(), EngineError> {
+    pub(super) fn plain_forward(&mut self, op: &FusedOp, trains: bool) -> Result {
         let output = op.output();
         let y = self.alloc_activation(output);
         let (ops, length) = (self.facts.ops, self.length(output));
@@ -38,11 +38,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The backward pass of a ReLU, a GELU, an addition, a max pooling or a global average pooling.
-    pub(super) fn plain_backward(
-        &mut self,
-        op: &FusedOp,
-        MicroBatch { is_first, .. }: MicroBatch,
-    ) -> Result<(), EngineError> {
+    pub(super) fn plain_backward(&mut self, op: &FusedOp, MicroBatch { is_first, .. }: MicroBatch) -> Result {
         let output = op.output();
         let dy = self.gradient(output)?;
         let ops = self.facts.ops;
@@ -90,7 +86,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// Adds a hidden linear layer's bias to its output. The loss adds the last layer's bias.
-    pub(super) fn add_bias(&mut self, name: &str, output: TensorId) -> Result<(), EngineError> {
+    pub(super) fn add_bias(&mut self, name: &str, output: TensorId) -> Result {
         let (facts, y) = (self.facts, self.activation(output)?);
         self.push(facts.ops.add_bias(y, facts.layout.vector(name, "bias"), self.shape(output)));
         Ok(())
@@ -102,7 +98,7 @@ impl<'a> GraphEmitter<'a> {
         name: &str,
         output: TensorId,
         MicroBatch { is_first, .. }: MicroBatch,
-    ) -> Result<(), EngineError> {
+    ) -> Result {
         let dy = self.gradient(output)?;
         let (facts, shape) = (self.facts, self.shape(output));
         let dbias = facts.layout.vector_gradient(name, "bias");
@@ -112,7 +108,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The gradient of an activation, from all of its readers.
-    pub(super) fn gradient(&mut self, tensor: TensorId) -> Result<Operand, EngineError> {
+    pub(super) fn gradient(&mut self, tensor: TensorId) -> Result<Operand> {
         let incoming = std::mem::take(&mut self.gradients[tensor]);
         match incoming[..] {
             [] => Err(EngineError::Parameters(format!("nothing reads tensor {tensor}"))),
@@ -122,11 +118,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The sum of gradients, in new memory, because each gradient may also be the gradient of another tensor.
-    pub(super) fn add_gradients(
-        &mut self,
-        tensor: TensorId,
-        incoming: Vec<Gradient>,
-    ) -> Result<Operand, EngineError> {
+    pub(super) fn add_gradients(&mut self, tensor: TensorId, incoming: Vec<Gradient>) -> Result<Operand> {
         let mut incoming = incoming.into_iter().map(Gradient::allocation);
         let mut sum = incoming
             .next()

@@ -50,7 +50,7 @@ impl Lines {
 
 impl<'a> GraphEmitter<'a> {
     /// Reads whole pictures of the next micro-batch, and copies this rank's rows.
-    pub(super) fn begin_with_own_rows(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
+    pub(super) fn begin_with_own_rows(&mut self, phase: Phase, input: Input) -> Result {
         let (plan, tensor) = (self.plan, self.plan.network.input());
         let side = plan.network.image_size;
         let row_bytes = self.row_bytes(tensor);
@@ -65,12 +65,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// Extends an activation by the rows of other ranks that windows reach.
-    pub(super) fn halo_forward(
-        &mut self,
-        input: TensorId,
-        output: TensorId,
-        lowest: bool,
-    ) -> Result<(), EngineError> {
+    pub(super) fn halo_forward(&mut self, input: TensorId, output: TensorId, lowest: bool) -> Result {
         let (x, y) = (self.activation(input)?, self.alloc_activation(output));
         let (x, y, halo) = (self.lines(input, x)?, self.lines(output, y)?, self.halo(input, output)?);
         self.take_rows(&x, &y, if lowest { f32::NEG_INFINITY } else { 0.0 });
@@ -104,7 +99,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The gradient of this rank's rows: the sum of the gradients from this rank's windows and from other ranks' windows.
-    pub(super) fn halo_backward(&mut self, input: TensorId, output: TensorId) -> Result<(), EngineError> {
+    pub(super) fn halo_backward(&mut self, input: TensorId, output: TensorId) -> Result {
         let batch = self.plan.batch;
         let (from, to) = (self.gradient(output)?, self.alloc_gradient(input));
         let (dy, dx, halo) = (self.lines(output, from)?, self.lines(input, to)?, self.halo(input, output)?);
@@ -138,11 +133,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The mean over all rows, from each rank's mean over its own rows.
-    pub(super) fn mean_of_rows_forward(
-        &mut self,
-        input: TensorId,
-        output: TensorId,
-    ) -> Result<(), EngineError> {
+    pub(super) fn mean_of_rows_forward(&mut self, input: TensorId, output: TensorId) -> Result {
         let (x, y) = (self.activation(input)?, self.alloc_activation(output));
         let (dtype, values) = (self.plan.dtype, self.plan.batch * self.plan.values_per_picture(input));
         let share = self.plan.network.share_of_rows(input);
@@ -153,11 +144,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The gradient of this rank's mean, from this rank's part (1 / ranks) of the gradient of the mean over all rows.
-    pub(super) fn mean_of_rows_backward(
-        &mut self,
-        input: TensorId,
-        output: TensorId,
-    ) -> Result<(), EngineError> {
+    pub(super) fn mean_of_rows_backward(&mut self, input: TensorId, output: TensorId) -> Result {
         let (dy, dx) = (self.gradient(output)?, self.alloc_gradient(input));
         let ranks = self.plan.network.rows(self.plan.network.input()).map_or(1, |rows| rows.of_rank.len());
         let factor = self.plan.network.share_of_rows(input) * ranks as f32;
@@ -168,7 +155,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The rows of a tensor that each rank has, and this rank's index in the height group.
-    fn rows(&self, tensor: TensorId) -> Result<(&'a Rows, usize), EngineError> {
+    fn rows(&self, tensor: TensorId) -> Result<(&'a Rows, usize)> {
         let network = &self.plan.network;
         match (network.rows(tensor), &network.part) {
             (Some(rows), Some(part)) => Ok((rows, part.height_rank)),
@@ -176,13 +163,13 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    fn halo(&self, input: TensorId, output: TensorId) -> Result<Halo<'a>, EngineError> {
+    fn halo(&self, input: TensorId, output: TensorId) -> Result<Halo<'a>> {
         let ((own, rank), (reached, _)) = (self.rows(input)?, self.rows(output)?);
         Ok(Halo { own, reached, rank })
     }
 
     /// An activation of `tensor`, or its gradient.
-    fn lines(&self, tensor: TensorId, at: Operand) -> Result<Lines, EngineError> {
+    fn lines(&self, tensor: TensorId, at: Operand) -> Result<Lines> {
         let (rows, rank) = self.rows(tensor)?;
         Ok(Lines { at, rows: rows.of_rank[rank].clone(), row_bytes: self.row_bytes(tensor) })
     }

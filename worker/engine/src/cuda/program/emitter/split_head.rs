@@ -18,7 +18,7 @@ impl GraphEmitter<'_> {
         op: &FusedOp,
         name: &str,
         [input, output]: [TensorId; 2],
-    ) -> Result<(), EngineError> {
+    ) -> Result {
         let Some(HeadPart { convolution, chunk_count, w, .. }) = self.head_part(op, name) else {
             return Ok(());
         };
@@ -39,7 +39,7 @@ impl GraphEmitter<'_> {
         op: &FusedOp,
         name: &str,
         [input, output]: [TensorId; 2],
-    ) -> Result<(), EngineError> {
+    ) -> Result {
         let Some(HeadPart { convolution, chunk_count, w, .. }) = self.head_part(op, name) else {
             return Ok(());
         };
@@ -112,7 +112,7 @@ impl GraphEmitter<'_> {
 
     /// Computes the loss of this rank's pictures. In training, the gradient of the logits replaces the logits. `micro_batch` is `None` in
     /// evaluation.
-    pub(super) fn split_loss(&mut self, micro_batch: Option<MicroBatch>) -> Result<(), EngineError> {
+    pub(super) fn split_loss(&mut self, micro_batch: Option<MicroBatch>) -> Result {
         let facts = self.facts;
         let smoothing = micro_batch.map_or(0.0, |_| facts.label_smoothing);
         // Later micro-batches add to the totals and bias gradients of the first. Evaluation does not accumulate.
@@ -156,10 +156,7 @@ impl GraphEmitter<'_> {
     }
 
     /// Computes the sums of squares (f64) of the gradients of this rank's parts of parameters. `None` if every rank has all parameters.
-    pub(super) fn compute_split_squares(
-        &mut self,
-        split: ops::Gradients,
-    ) -> Result<Option<Squares>, EngineError> {
+    pub(super) fn compute_split_squares(&mut self, split: ops::Gradients) -> Result<Option<Squares>> {
         if !self.plan.is_split() {
             return Ok(None);
         }
@@ -192,7 +189,7 @@ impl GraphEmitter<'_> {
     }
 
     /// Updates this rank's parts of weights.
-    pub(super) fn update_head(&mut self, gradients: ops::Gradients) -> Result<(), EngineError> {
+    pub(super) fn update_head(&mut self, gradients: ops::Gradients) -> Result {
         let layout = self.facts.layout;
         if self.facts.recomputes_head_gradient() {
             self.for_each_chunk(|emitter, chunk, gradients| {
@@ -210,10 +207,7 @@ impl GraphEmitter<'_> {
 
     /// Computes the gradient of each chunk's weights, and calls `use_gradient` with the index of the chunk and its gradient, to emit the
     /// commands that use the gradient.
-    fn for_each_chunk(
-        &mut self,
-        use_gradient: impl Fn(&mut Self, usize, ops::Gradients),
-    ) -> Result<(), EngineError> {
+    fn for_each_chunk(&mut self, use_gradient: impl Fn(&mut Self, usize, ops::Gradients)) -> Result {
         let convolution = self.plan.ops.last().and_then(|op| self.plan.convolution(op));
         let (Some(convolution), Some([x, dy])) = (convolution, self.features_and_dlogits) else {
             return Err(EngineError::Parameters("the head has no gradient".into()));

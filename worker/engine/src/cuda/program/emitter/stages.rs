@@ -22,7 +22,7 @@ impl GraphEmitter<'_> {
     }
 
     /// Sends the output of a forward pass to the next stage, if there is one.
-    pub(super) fn send_output(&mut self) -> Result<(), EngineError> {
+    pub(super) fn send_output(&mut self) -> Result {
         if self.plan.network.is_last_stage() {
             return Ok(());
         }
@@ -47,10 +47,7 @@ impl GraphEmitter<'_> {
 
     /// Keeps the gradient of the stage's input for the preceding stage, if there is one. Copies it into
     /// [`Region::InputGradient`], so that the memory of the micro-batch can be reused.
-    pub(super) fn keep_input_gradient(
-        &mut self,
-        MicroBatch { is_last, .. }: MicroBatch,
-    ) -> Result<(), EngineError> {
+    pub(super) fn keep_input_gradient(&mut self, MicroBatch { is_last, .. }: MicroBatch) -> Result {
         if self.plan.network.stage().0 == 0 {
             return Ok(());
         }

@@ -63,10 +63,7 @@ impl GraphEmitter<'_> {
 
     /// Ends a micro-batch. If gradients accumulate, adds the gradients of this micro-batch to the sums. After the last micro-batch:
     /// reduces the gradients that are not reduced yet, updates the weights and records the result.
-    pub(super) fn finish_micro_batch(
-        &mut self,
-        MicroBatch { is_first, is_last, .. }: MicroBatch,
-    ) -> Result<(), EngineError> {
+    pub(super) fn finish_micro_batch(&mut self, MicroBatch { is_first, is_last, .. }: MicroBatch) -> Result {
         let Facts { layout, ops, accumulates, .. } = *self.facts;
         if self.uses_side_stream() {
             self.join();

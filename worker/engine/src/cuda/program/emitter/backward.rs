@@ -14,8 +14,8 @@ impl<'a> GraphEmitter<'a> {
                     self.convolution_backward(op, conv.input, conv.output, backward, micro_batch)?;
                 }
             },
-            FusedOp::Linear { name, input, output, is_head: true } if self.plan.head.is_some() => {
-                self.split_backward(op, name, [*input, *output])?;
+            FusedOp::Linear { input, output, is_head: true, .. } if self.plan.head.is_some() => {
+                self.split_backward(*input, *output)?;
             }
             FusedOp::Linear { name, input, output, is_head } => {
                 if !is_head && !self.plan.network.has_logits(*output) {

@@ -73,18 +73,18 @@ impl<'a> GraphEmitter<'a> {
                 }
                 _ => self.convolution_forward(op, conv.input, conv.output, phase)?,
             },
-            FusedOp::Linear { name, input, output, is_head: true } if self.plan.head.is_some() => {
+            FusedOp::Linear { input, output, is_head: true, .. } if self.plan.head.is_some() => {
                 if trains {
-                    self.sample_classes(name);
+                    self.sample_classes();
                 }
-                self.split_forward(op, name, [*input, *output])?;
-                self.scale_to_cosines(op, name, [*input, *output], trains)?;
+                self.split_forward(*input, *output)?;
+                self.scale_to_cosines(*input, *output, trains)?;
             }
             FusedOp::Linear { name, input, output, is_head } => {
                 self.convolution_forward(op, *input, *output, phase)?;
                 // The loss adds the bias of the last layer. This includes logits that are first summed over ranks (`has_logits`).
                 if *is_head {
-                    self.scale_to_cosines(op, name, [*input, *output], trains)?;
+                    self.scale_to_cosines(*input, *output, trains)?;
                 } else if !self.plan.network.has_logits(*output) {
                     self.add_bias(name, *output)?;
                 }

@@ -11,15 +11,9 @@ pub(super) struct HeadCosines {
 }
 
 impl GraphEmitter<'_> {
-    /// With a margin: converts the products of features and weights of the last layer `op`, called `name`, to scaled cosines.
-    pub(super) fn scale_to_cosines(
-        &mut self,
-        op: &FusedOp,
-        name: &str,
-        [input, output]: [TensorId; 2],
-        trains: bool,
-    ) -> Result {
-        let (Some(margin), Some(part)) = (self.plan.margin, self.head_part(op, name)) else { return Ok(()) };
+    /// With a margin: converts the products of features and weights of the last layer to scaled cosines.
+    pub(super) fn scale_to_cosines(&mut self, input: TensorId, output: TensorId, trains: bool) -> Result {
+        let (Some(margin), Some(part)) = (self.plan.margin, self.head_part()) else { return Ok(()) };
         let (x, values) = (self.activation(input)?, self.activation(output)?);
         let (ops, Convolution { batch, in_c, out_c, .. }) = (self.facts.ops, part.convolution);
         let mut memory = Vec::new();

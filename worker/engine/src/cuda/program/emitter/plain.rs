@@ -93,16 +93,11 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The gradient of a hidden linear layer's bias.
-    pub(super) fn bias_backward(
-        &mut self,
-        name: &str,
-        output: TensorId,
-        MicroBatch { is_first, .. }: MicroBatch,
-    ) -> Result {
+    pub(super) fn bias_backward(&mut self, name: &str, output: TensorId, micro_batch: MicroBatch) -> Result {
         let dy = self.gradient(output)?;
         let (facts, shape) = (self.facts, self.shape(output));
         let dbias = facts.layout.vector_gradient(name, "bias");
-        self.push(facts.ops.bias_gradient(dy, dbias, shape, !is_first));
+        self.push(facts.ops.bias_gradient(dy, dbias, shape, !micro_batch.is_first));
         self.gradients[output].push(Gradient::Whole(dy));
         Ok(())
     }

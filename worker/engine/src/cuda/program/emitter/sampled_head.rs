@@ -38,9 +38,9 @@ impl GraphEmitter<'_> {
         self.plan.sampled_convolution().map_or(0, |convolution| convolution.in_c)
     }
 
-    /// If steps sample classes: gathers the labels of the group, samples classes of the layer `name`, and gathers their weights and biases.
-    pub(super) fn sample_classes(&mut self, name: &str) {
-        let (facts, plan) = (self.facts, self.plan);
+    /// If steps sample classes: gathers the labels of the group, samples classes of the last layer, and gathers their weights and biases.
+    pub(super) fn sample_classes(&mut self) {
+        let (facts, plan, name) = (self.facts, self.plan, self.plan.network.head());
         let Some((head, sampled)) = plan.head.as_ref().zip(plan.sampled_classes()) else { return };
         self.gather_controls();
         let (capacity, label_count) = (sampled.capacity, 2 * head.ranks * plan.batch);

@@ -13,15 +13,8 @@ pub(super) struct Squares {
 
 impl GraphEmitter<'_> {
     /// The logits of this rank's classes, without the bias.
-    pub(super) fn split_forward(
-        &mut self,
-        op: &FusedOp,
-        name: &str,
-        [input, output]: [TensorId; 2],
-    ) -> Result {
-        let Some(HeadPart { convolution, chunk_count, w, .. }) = self.head_part(op, name) else {
-            return Ok(());
-        };
+    pub(super) fn split_forward(&mut self, input: TensorId, output: TensorId) -> Result {
+        let Some(HeadPart { convolution, chunk_count, w, .. }) = self.head_part() else { return Ok(()) };
         let [.., bytes] = convolution.bytes();
         let (x, y) =
             (self.activation(input)?, self.alloc_bytes(chunk_count * bytes, Content::Activation(output)));
@@ -34,15 +27,8 @@ impl GraphEmitter<'_> {
     }
 
     /// The gradients of features and weights. The gradient of the features comes first, because the backward pass waits for it.
-    pub(super) fn split_backward(
-        &mut self,
-        op: &FusedOp,
-        name: &str,
-        [input, output]: [TensorId; 2],
-    ) -> Result {
-        let Some(HeadPart { convolution, chunk_count, w, .. }) = self.head_part(op, name) else {
-            return Ok(());
-        };
+    pub(super) fn split_backward(&mut self, input: TensorId, output: TensorId) -> Result {
+        let Some(HeadPart { convolution, chunk_count, w, .. }) = self.head_part() else { return Ok(()) };
         let (dy, x) = (self.gradient(output)?, self.activation(input)?);
         // Allocated before the fork. Otherwise the side stream could write to memory that the main stream frees after the fork.
         let sampled_gradient = self.alloc_sampled_gradient();
@@ -73,7 +59,7 @@ impl GraphEmitter<'_> {
         }
         let stream = self.weight_gradient_stream;
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
-        let dw = sampled_gradient.unwrap_or_else(|| self.facts.matrix_gradient(name));
+        let dw = sampled_gradient.unwrap_or_else(|| self.facts.matrix_gradient(self.plan.network.head()));
         for chunk in 0..chunk_count {
             let tensors = chunk_tensors(&wgrad, (chunk, chunk_count), x, dw, dy);
             self.convolve(stream, wgrad, tensors);
@@ -87,7 +73,7 @@ impl GraphEmitter<'_> {
     fn split_logits(&mut self, logits: Operand) -> Option<ops::SplitLogits> {
         let plan = self.plan;
         let Some(head) = &plan.head else { return Some(unsplit_logits(&self.cross_entropy(logits))) };
-        let part = self.head_part(plan.ops.last()?, plan.network.head())?;
+        let part = self.head_part()?;
         if self.sampled_head.is_none() && !plan.splits_operators {
             self.gather_controls();
         }
@@ -251,18 +237,15 @@ impl GraphEmitter<'_> {
     }
 
     /// The classes whose logits are computed: the sampled classes in a training step that samples, otherwise all classes of this rank.
-    pub(super) fn head_part(&self, op: &FusedOp, name: &str) -> Option<HeadPart> {
+    pub(super) fn head_part(&self) -> Option<HeadPart> {
         if let Some(part) = self.sampled_part() {
             return Some(part);
         }
-        let convolution = self.plan.convolution(op)?;
-        let (w, bias) = (self.facts.matrix(name), self.facts.head_bias());
-        let chunk_count = self.plan.chunk_count();
         Some(HeadPart {
-            convolution,
-            chunk_count,
-            w,
-            bias,
+            convolution: self.plan.convolution(self.plan.ops.last()?)?,
+            chunk_count: self.plan.chunk_count(),
+            w: self.facts.matrix(self.plan.network.head()),
+            bias: self.facts.head_bias(),
             sample: Operand::NONE,
             label_positions: Operand::NONE,
         })

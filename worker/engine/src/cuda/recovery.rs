@@ -18,7 +18,7 @@ use super::{
     state::Scaler,
 };
 use crate::{EngineError, StepResult};
-use bytemuck::{AnyBitPattern, Zeroable};
+use bytemuck::AnyBitPattern;
 use std::{
     mem::{size_of, take},
     sync::atomic::{Ordering, fence},
@@ -46,12 +46,7 @@ impl RecoveryStream {
     }
 
     /// Reads the first `count` values of a buffer.
-    fn read<T: AnyBitPattern + Zeroable + Copy>(
-        &mut self,
-        from: &Buffer,
-        count: usize,
-        deadline: Instant,
-    ) -> Result<Vec<T>> {
+    fn read<T: AnyBitPattern>(&mut self, from: &Buffer, count: usize, deadline: Instant) -> Result<Vec<T>> {
         self.stream.0.download(&mut self.staging, from, count * size_of::<T>())?;
         wait(deadline, "a copy to the host", || self.stream.0.is_idle())?;
         Ok((0..count).map(|index| self.staging.read(index * size_of::<T>())).collect())

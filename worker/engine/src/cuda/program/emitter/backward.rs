@@ -10,18 +10,18 @@ impl<'a> GraphEmitter<'a> {
                 ConvBackward::WithNorms { norm_before } => {
                     self.bottleneck_backward(conv, norm_before, micro_batch)?;
                 }
-                backward @ (ConvBackward::Plain | ConvBackward::DgradInNorm) => {
-                    self.convolution_backward(op, conv.input, conv.output, backward, micro_batch)?;
+                ConvBackward::Plain | ConvBackward::DgradInNorm => {
+                    self.convolution_backward(op, micro_batch)?;
                 }
             },
             FusedOp::Linear { input, output, is_head: true, .. } if self.plan.head.is_some() => {
                 self.split_backward(*input, *output)?;
             }
-            FusedOp::Linear { name, input, output, is_head } => {
+            FusedOp::Linear { name, output, is_head, .. } => {
                 if !is_head && !self.plan.network.has_logits(*output) {
                     self.bias_backward(name, *output, micro_batch)?;
                 }
-                self.convolution_backward(op, *input, *output, ConvBackward::Plain, micro_batch)?;
+                self.convolution_backward(op, micro_batch)?;
             }
             FusedOp::Norm(node) => self.norm_backward(node, micro_batch)?,
             FusedOp::GlobalAveragePool { input, output, gradient_in_norm: true } => {
@@ -50,16 +50,11 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The wgrad of a convolution or linear layer, and the dgrad unless the preceding batch norm's kernel computes it.
-    fn convolution_backward(
-        &mut self,
-        op: &FusedOp,
-        input: TensorId,
-        output: TensorId,
-        backward: ConvBackward,
-        micro_batch: MicroBatch,
-    ) -> Result {
-        let Some(convolution) = self.plan.convolution(op) else { return Ok(()) };
-        let (FusedOp::Conv(Conv { name, .. }) | FusedOp::Linear { name, .. }) = op else { return Ok(()) };
+    fn convolution_backward(&mut self, op: &FusedOp, micro_batch: MicroBatch) -> Result {
+        let (Some(convolution), Some((name, _))) = (self.plan.convolution(op), op.parameters()) else {
+            return Ok(());
+        };
+        let (input, output) = (op.reads()[0], op.output());
         let dy = self.gradient(output)?;
         let x = self.activation(input)?;
         let facts = self.facts;
@@ -84,7 +79,7 @@ impl<'a> GraphEmitter<'a> {
         self.send_completed_bucket(name, micro_batch);
         self.remaining_readers[input] -= 1;
         let w = facts.matrix(name);
-        let dgrad_in_norm = backward == ConvBackward::DgradInNorm;
+        let dgrad_in_norm = matches!(op, FusedOp::Conv(Conv { backward: ConvBackward::DgradInNorm, .. }));
         if dgrad_in_norm {
             self.gradients[input].push(Gradient::ThroughConv { dy, weights: w, outputs: convolution.out_c });
         } else if !reads_pictures(op) {

@@ -65,13 +65,13 @@ impl<'a> GraphEmitter<'a> {
                     self.bottleneck_forward(conv, norm_before)?;
                 }
                 ConvForward::Plain { early_statistics: true } if trains => {
-                    self.convolution_forward(op, conv.input, conv.output, phase)?;
+                    self.convolution_forward(op, phase)?;
                     // The statistics are computed now, because another convolution runs before the batch norm and replaces the sums.
                     let node = self.norm_after(conv)?;
                     let norm = self.norm_without_fusion(node)?;
                     self.compute_statistics(norm, node);
                 }
-                _ => self.convolution_forward(op, conv.input, conv.output, phase)?,
+                _ => self.convolution_forward(op, phase)?,
             },
             FusedOp::Linear { input, output, is_head: true, .. } if self.plan.head.is_some() => {
                 if trains {
@@ -81,7 +81,7 @@ impl<'a> GraphEmitter<'a> {
                 self.scale_to_cosines(*input, *output, trains)?;
             }
             FusedOp::Linear { name, input, output, is_head } => {
-                self.convolution_forward(op, *input, *output, phase)?;
+                self.convolution_forward(op, phase)?;
                 // The loss adds the bias of the last layer. This includes logits that are first summed over ranks (`has_logits`).
                 if *is_head {
                     self.scale_to_cosines(*input, *output, trains)?;
@@ -92,7 +92,7 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::Norm(norm) if trains && !norm.is_frozen() => self.norm_forward(norm)?,
             FusedOp::Norm(norm) => self.norm_with_running_statistics(norm, trains)?,
             FusedOp::GlobalAveragePool { input, output, .. } => {
-                let (x, y) = (self.activation(*input)?, self.alloc_activation(*output));
+                let (x, y) = (self.activation(input)?, self.alloc_activation(output));
                 let shape = self.shape(*input);
                 self.push(self.facts.ops.global_average(x, y, shape));
             }
@@ -124,16 +124,12 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// An unfused convolution or linear layer, without bias.
-    fn convolution_forward(
-        &mut self,
-        op: &FusedOp,
-        input: TensorId,
-        output: TensorId,
-        phase: Phase,
-    ) -> Result {
+    fn convolution_forward(&mut self, op: &FusedOp, phase: Phase) -> Result {
+        let (Some(convolution), Some((name, _))) = (self.plan.convolution(op), op.parameters()) else {
+            return Ok(());
+        };
+        let (input, output) = (op.reads()[0], op.output());
         let (x, y) = (self.activation(input)?, self.alloc_activation(output));
-        let Some(convolution) = self.plan.convolution(op) else { return Ok(()) };
-        let (FusedOp::Conv(Conv { name, .. }) | FusedOp::Linear { name, .. }) = op else { return Ok(()) };
         let with_sums = Convolution { sums: true, ..convolution };
         let is_full = matches!(phase, Phase::Train(MicroBatch { is_full: true, .. }));
         let feeds_norm = matches!(op, FusedOp::Conv(Conv { norm_after: Some(_), .. }));

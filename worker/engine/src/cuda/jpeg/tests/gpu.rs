@@ -7,10 +7,8 @@ use std::thread;
 #[path = "../../../../../data/src/picture/jpeg/cases.rs"]
 mod cases;
 
-/// Maximum mean difference, of 255, between pictures of nvJPEG and of the CPU's decoder. `LOCKSTEP_TEST_APART` sets another limit.
-fn max_mean_difference() -> f64 {
-    std::env::var("LOCKSTEP_TEST_APART").ok().and_then(|v| v.parse().ok()).unwrap_or(2.0)
-}
+/// Maximum mean difference, of 255, between pictures of nvJPEG and of the CPU's decoder.
+const MAX_MEAN_DIFFERENCE: f64 = 2.0;
 
 #[test]
 #[ignore = "needs a GPU"]
@@ -93,7 +91,7 @@ fn gpu_batches_decoded_by_the_gpu_are_close_to_those_of_cpu_cores() {
     let (data, mean, _) = compare(dir.path(), &spec);
     let decoded = data.decoded().unwrap();
     assert_eq!((decoded.by_device, decoded.by_cores.len()), (16, 2), "{decoded}");
-    assert!(mean <= max_mean_difference(), "{mean}");
+    assert!(mean <= MAX_MEAN_DIFFERENCE, "{mean}");
     // Chroma has half the width, or half the width and height; each picture has only some hundred pixels.
     for (name, file) in [
         ("4:2:2", &fixture!("half-chroma.jpg")[..]),
@@ -107,7 +105,7 @@ fn gpu_batches_decoded_by_the_gpu_are_close_to_those_of_cpu_cores() {
         let (data, mean, _) = compare(dir.path(), &spec);
         let decoded = data.decoded().unwrap();
         assert_eq!((decoded.by_device, decoded.by_cores.len()), (16, 0), "{name}: {decoded}");
-        assert!(mean <= 3.0 * max_mean_difference(), "{name}: {mean}");
+        assert!(mean <= 3.0 * MAX_MEAN_DIFFERENCE, "{name}: {mean}");
     }
 }
 

@@ -92,7 +92,7 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::Norm(norm) if trains && !norm.is_frozen() => self.norm_forward(norm)?,
             FusedOp::Norm(norm) => self.norm_with_running_statistics(norm, trains)?,
             FusedOp::GlobalAveragePool { input, output, .. } => {
-                let (x, y) = (self.activation(input)?, self.alloc_activation(output));
+                let (x, y) = (self.activation(*input)?, self.alloc_activation(*output));
                 let shape = self.shape(*input);
                 self.push(self.facts.ops.global_average(x, y, shape));
             }

@@ -24,14 +24,6 @@ pub(super) struct SampledHead {
     bias_gradient: Option<Operand>,
 }
 
-/// All rows of a parameter or of an optimizer slot, and a copy of the sampled rows.
-#[derive(Debug, Clone, Copy)]
-struct GatheredRows {
-    all: Operand,
-    sampled: Operand,
-    row_bytes: usize,
-}
-
 impl GraphEmitter<'_> {
     /// Number of values of a row of the head's weights.
     fn row_values(&self) -> usize {
@@ -139,11 +131,12 @@ impl GraphEmitter<'_> {
                 };
                 rows.push(self.gather_rows(memory.sample, trained, row_bytes));
             }
-            rows.push(if is_matrix {
-                GatheredRows { all: facts.matrix(name), sampled: own, row_bytes: plan.dtype.size() * width }
+            let (all, row_bytes) = if is_matrix {
+                (facts.matrix(name), plan.dtype.size() * width)
             } else {
-                GatheredRows { all: facts.layout.vector(name, "bias"), sampled: own, row_bytes: 4 }
-            });
+                (facts.layout.vector(name, "bias"), 4)
+            };
+            rows.push(ops::ParameterRows { all, sampled: own, row_bytes, capacity: sampled.capacity });
             let weights = rows[0].sampled;
             let mut optimizer_slots = [Operand::NONE; 2];
             let slot_count = facts.optimizer.slots().len();
@@ -166,7 +159,7 @@ impl GraphEmitter<'_> {
             let flat = ops::FlatParameters { weights, low_precision, is_planar, ..whole_range.flat };
             self.update_weights(&[UpdatedRange { flat, optimizer_slots, ..whole_range }]);
             for gathered in rows {
-                self.push(facts.ops.scatter_rows(self.kernel_rows(gathered), memory.sample));
+                self.push(facts.ops.scatter_rows(gathered, memory.sample));
                 self.free_now(gathered.sampled);
             }
             self.free_now(gradient);
@@ -175,19 +168,12 @@ impl GraphEmitter<'_> {
         self.free_now(memory.sample);
     }
 
-    fn sample_capacity(&self) -> usize {
-        self.plan.sampled_classes().map_or(0, |sampled| sampled.capacity)
-    }
-
-    fn kernel_rows(&self, GatheredRows { all, sampled, row_bytes }: GatheredRows) -> ops::ParameterRows {
-        ops::ParameterRows { all, sampled, row_bytes, capacity: self.sample_capacity() }
-    }
-
     /// Gathers the sampled rows of a parameter or of an optimizer slot.
-    fn gather_rows(&mut self, sample: Operand, all: Operand, row_bytes: usize) -> GatheredRows {
-        let sampled = self.alloc_bytes(self.sample_capacity() * row_bytes, Content::Head);
-        let gathered = GatheredRows { all, sampled, row_bytes };
-        self.push(self.facts.ops.gather_rows(self.kernel_rows(gathered), sample));
-        gathered
+    fn gather_rows(&mut self, sample: Operand, all: Operand, row_bytes: usize) -> ops::ParameterRows {
+        let capacity = self.plan.sampled_classes().map_or(0, |sampled| sampled.capacity);
+        let sampled = self.alloc_bytes(capacity * row_bytes, Content::Head);
+        let rows = ops::ParameterRows { all, sampled, row_bytes, capacity };
+        self.push(self.facts.ops.gather_rows(rows, sample));
+        rows
     }
 }

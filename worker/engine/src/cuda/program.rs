@@ -30,6 +30,7 @@ use crate::{
     fuse::{Conv, ConvBackward, ConvForward, DeferredNorm, FusedOp, Norm, NormForward, StatisticsIn},
     layers::layer_times,
     net::{Network, TensorId},
+    plan::{Pass, schedule},
     sharding::Share,
 };
 use emitter::{arena_bytes, emit};
@@ -70,6 +71,26 @@ pub(super) struct StagePass {
     pub(super) memory_part: usize,
     /// Whether the gradient that the previous pass has computed must still be sent to the preceding stage.
     pub(super) sends_gradient: bool,
+}
+
+impl StagePass {
+    /// The passes of a step through a stage, in order, each with the index of its micro-batch. `memory_parts` is the number of parts of the
+    /// memory.
+    pub(super) fn schedule(
+        (stage, stages): (usize, usize),
+        micro_batches: usize,
+        memory_parts: usize,
+    ) -> Vec<(usize, Self)> {
+        let mut sends_gradient = false;
+        let stage_pass = |pass: Pass| {
+            let (Pass::Forward(number) | Pass::Backward(number)) = pass;
+            let is_backward = pass == Pass::Backward(number);
+            let stage_pass = Self { is_backward, memory_part: number % memory_parts, sends_gradient };
+            sends_gradient = is_backward && stage > 0;
+            (number, stage_pass)
+        };
+        schedule(stage, stages, micro_batches).into_iter().map(stage_pass).collect()
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -1,7 +1,6 @@
 //! Sends micro-batches to the GPU and receives the results of steps.
 
 use super::{ops::GatherMode, *};
-use crate::plan::Pass;
 use std::time::Instant;
 
 /// How long to wait for the ring to detect an ended rank, after NCCL has reported a failure.
@@ -32,22 +31,17 @@ impl CudaEngine {
         gradient_scale: f64,
         lr: f32,
     ) -> Result<(), EngineError> {
-        let (stage, stages) = self.program.network().stage();
-        let mut sends_gradient = false;
-        for pass in plan::schedule(stage, stages, parts.len()) {
-            let (Pass::Forward(number) | Pass::Backward(number)) = pass;
-            let is_backward = pass == Pass::Backward(number);
+        let memory_parts = self.program.micro_batches_in_flight;
+        for (number, pass) in StagePass::schedule(self.program.network().stage(), parts.len(), memory_parts) {
             let (mut phase, control) = self.micro_batch(&parts[number], gradient_scale, lr);
             if let Phase::Train(micro_batch) = &mut phase {
-                let memory_part = number % self.program.micro_batches_in_flight;
-                micro_batch.pass = Some(StagePass { is_backward, memory_part, sends_gradient });
+                micro_batch.pass = Some(pass);
             }
-            if is_backward {
+            if pass.is_backward {
                 self.launch(phase, Input::NONE)?;
             } else {
                 self.run(phase, control, parts[number].batch)?;
             }
-            sends_gradient = is_backward && stage > 0;
         }
         Ok(())
     }

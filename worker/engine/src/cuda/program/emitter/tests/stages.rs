@@ -1,7 +1,6 @@
 //! Pipeline stages.
 
 use super::*;
-use crate::plan::Pass;
 
 /// Bytes of a micro-batch's part of a region: more than any test needs.
 const PART_BYTES: usize = 1 << 32;
@@ -10,11 +9,8 @@ const PART_BYTES: usize = 1 << 32;
 fn step(setting: &Setting, micro_batches: usize) -> Vec<Command> {
     let (stage, stages) = setting.plan.network.stage();
     let in_flight = (stages - stage).min(micro_batches);
-    let (mut commands, mut sends_gradient) = (Vec::new(), false);
-    for pass in plan::schedule(stage, stages, micro_batches) {
-        let (Pass::Forward(number) | Pass::Backward(number)) = pass;
-        let is_backward = pass == Pass::Backward(number);
-        let pass = StagePass { is_backward, memory_part: number % in_flight, sends_gradient };
+    let mut commands = Vec::new();
+    for (number, pass) in StagePass::schedule((stage, stages), micro_batches, in_flight) {
         let (is_first, is_last) = (number == 0, number + 1 == micro_batches);
         let emitted = setting
             .emit_valid(Phase::Train(MicroBatch { is_first, is_last, pass: Some(pass), ..ONLY }), true);
@@ -23,7 +19,6 @@ fn step(setting: &Setting, micro_batches: usize) -> Vec<Command> {
             Region::Arena | Region::Control | Region::NormValues => PART_BYTES,
             _ => 0,
         }));
-        sends_gradient = is_backward && stage > 0;
     }
     commands
 }

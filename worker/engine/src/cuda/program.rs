@@ -339,7 +339,7 @@ impl Program {
     }
 
     /// Loss and number of correct predictions of the latest evaluated micro-batch.
-    pub(super) fn read_evaluation(&mut self) -> Result<(f64, u64), CudaError> {
+    pub(super) fn read_evaluation(&self) -> Result<(f64, u64), CudaError> {
         self.main_stream.0.synchronize()?;
         let (mut loss, mut correct) = ([0f64], [0u64]);
         self.buffer(Region::Totals).read(0, &mut loss)?;
@@ -399,7 +399,7 @@ impl Program {
 
     /// With a split head: reads the latest evaluated micro-batch's logits `[pictures, classes]`, of all pictures of the model group and of
     /// this rank's classes.
-    pub(super) fn read_own_logits(&mut self, head: &SplitHead) -> Result<Vec<f32>, EngineError> {
+    pub(super) fn read_own_logits(&self, head: &SplitHead) -> Result<Vec<f32>, EngineError> {
         self.main_stream.0.synchronize()?;
         let tensor = self.plan.network.logits();
         // Emitting the commands again gives the offset at which the logits are in the arena.
@@ -432,7 +432,7 @@ impl Program {
     }
 
     /// Reads the logits of the first `pictures` pictures of the latest evaluated micro-batch.
-    pub(super) fn read_logits(&mut self, pictures: usize) -> Result<Vec<f32>, CudaError> {
+    pub(super) fn read_logits(&self, pictures: usize) -> Result<Vec<f32>, CudaError> {
         self.main_stream.0.synchronize()?;
         let mut logits = vec![0f32; pictures * self.plan.network.classes];
         self.buffer(Region::EvaluatedLogits).read(0, &mut logits)?;

@@ -1,26 +1,12 @@
-//! Allocator of activations and their gradients in one block of memory. A step always allocates and frees in the same order,
-//! so its offsets are always the same.
+//! Allocator of memory for activations and their gradients. Every step allocates and frees in the same order, and gets the same offsets.
 
 use super::command::{Operand, Region};
 
-/// A range of the arena, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Allocation {
-    pub(super) offset: usize,
-    pub(super) bytes: usize,
-}
-
-impl Allocation {
-    pub(super) fn operand(self) -> Operand {
-        Operand::new(Region::Arena, self.offset, self.bytes)
-    }
-}
-
-/// A best-fit allocator of offsets.
+/// A best-fit allocator of ranges of [`Region::Arena`].
 #[derive(Debug, Default)]
 pub(super) struct Arena {
     /// Free ranges below `peak`, by offset; adjacent gaps are merged.
-    gaps: Vec<Allocation>,
+    gaps: Vec<Operand>,
     /// End of the highest allocation so far, in bytes: the memory that the arena needs.
     pub(super) peak: usize,
 }
@@ -28,18 +14,23 @@ pub(super) struct Arena {
 /// Alignment for cuDNN and for 16-byte loads, which also puts tensors on separate cache lines.
 const ALIGN: usize = 256;
 
+/// Size of an allocation of `bytes`.
+fn aligned(bytes: usize) -> usize {
+    bytes.next_multiple_of(ALIGN).max(ALIGN)
+}
+
 impl Arena {
     /// Whether an allocation of `bytes` fits into a gap, so that the arena does not grow.
     pub(super) fn fits(&self, bytes: usize) -> bool {
-        self.gaps.iter().any(|gap| gap.bytes >= bytes.next_multiple_of(ALIGN).max(ALIGN))
+        self.gaps.iter().any(|gap| gap.bytes >= aligned(bytes))
     }
 
     /// Allocates `bytes` in the smallest gap that fits.
-    pub(super) fn alloc(&mut self, bytes: usize) -> Allocation {
-        let bytes = bytes.next_multiple_of(ALIGN).max(ALIGN);
+    pub(super) fn alloc(&mut self, bytes: usize) -> Operand {
+        let bytes = aligned(bytes);
         let large_enough = (0..self.gaps.len()).filter(|&gap| self.gaps[gap].bytes >= bytes);
         if let Some(gap) = large_enough.min_by_key(|&gap| self.gaps[gap].bytes) {
-            let allocation = Allocation { offset: self.gaps[gap].offset, bytes };
+            let allocation = Operand { bytes, ..self.gaps[gap] };
             self.gaps[gap].offset += bytes;
             self.gaps[gap].bytes -= bytes;
             if self.gaps[gap].bytes == 0 {
@@ -48,27 +39,21 @@ impl Arena {
             return allocation;
         }
         // No gap fits: extends the gap at the end, if there is one.
-        let offset = match self.gaps.last() {
-            Some(last) if last.offset + last.bytes == self.peak => {
-                let offset = last.offset;
-                self.gaps.pop();
-                offset
-            }
-            _ => self.peak,
-        };
+        let last = self.gaps.pop_if(|last| last.end() == self.peak);
+        let offset = last.map_or(self.peak, |last| last.offset);
         self.peak = offset + bytes;
-        Allocation { offset, bytes }
+        Operand::new(Region::Arena, offset, bytes)
     }
 
-    /// Frees an allocation.
-    pub(super) fn free(&mut self, allocation: Allocation) {
+    /// Frees a whole allocation.
+    pub(super) fn free(&mut self, allocation: Operand) {
         let at = self.gaps.partition_point(|gap| gap.offset < allocation.offset);
         self.gaps.insert(at, allocation);
-        if at + 1 < self.gaps.len() && allocation.offset + allocation.bytes == self.gaps[at + 1].offset {
+        if at + 1 < self.gaps.len() && allocation.end() == self.gaps[at + 1].offset {
             self.gaps[at].bytes += self.gaps[at + 1].bytes;
             self.gaps.remove(at + 1);
         }
-        if at > 0 && self.gaps[at - 1].offset + self.gaps[at - 1].bytes == allocation.offset {
+        if at > 0 && self.gaps[at - 1].end() == allocation.offset {
             self.gaps[at - 1].bytes += self.gaps[at].bytes;
             self.gaps.remove(at);
         }

@@ -23,7 +23,6 @@ use std::{ffi::OsString, io, sync::Arc};
 /// Bytes of shared memory that NCCL uses for each rank of a machine.
 const SHARED_BYTES_PER_RANK: u64 = 32 << 20;
 
-/// NVIDIA's GPUs.
 #[derive(Debug)]
 pub(crate) struct Cuda;
 

@@ -51,7 +51,6 @@ pub(super) enum Region {
     Weights,
     /// Copy of the matrices in the format in which convolutions are computed.
     LowPrecision,
-    /// The optimizer slot with this index.
     OptimizerSlot(usize),
     /// Gradients of the matrices, in the format in which convolutions are computed.
     MatrixGradients,
@@ -238,7 +237,6 @@ pub(super) enum Group {
     Stage,
 }
 
-/// The kind of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Collective {
     /// Sums values over the ranks of a group, in place.
@@ -264,16 +262,15 @@ pub(super) enum EventId {
     CollectivesDone,
 }
 
-/// Initial content of an allocation in the arena. It may change, because a batch norm's backward pass may overwrite its input with the
-/// input's gradient.
+/// Initial content of an allocation. A batch norm's backward pass may overwrite the norm's input with the input's gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Content {
     Activation(TensorId),
     Gradient(TensorId),
     /// The mask of the ReLU that is fused with the batch norm with this index: one bit per value.
     ReluMask(usize),
-    /// One byte per value: the argmax of the pooling that is fused with the batch norm with this index, or of the max pooling that
-    /// computes the tensor with this index.
+    /// The argmax of a pooling, one byte per value. The number is the index of the batch norm with which the pooling is fused, or else of
+    /// the tensor that the pooling computes.
     Argmax(usize),
     /// Memory of a split head or of a margin's cosines, except the logits (an [`Content::Activation`]) and their gradient (a
     /// [`Content::Gradient`]).
@@ -317,7 +314,6 @@ pub(super) enum Command {
         stream: StreamId,
         kernel: Kernel,
     },
-    /// A convolution by cuDNN.
     Convolution {
         stream: StreamId,
         convolution: Convolution,
@@ -345,8 +341,7 @@ pub(super) enum Command {
         count: usize,
         dtype: DataType,
     },
-    /// By NCCL: sends `sends` to other ranks of a group and receives `receives` from them, concurrently. Ranks are counted
-    /// within the group.
+    /// Concurrent sends to and receives from other ranks, by NCCL. Ranks are counted within the group.
     Exchange {
         stream: StreamId,
         group: Group,
@@ -357,7 +352,6 @@ pub(super) enum Command {
 }
 
 impl Command {
-    /// Sums values over the ranks of a group, in place.
     pub(super) fn all_reduce(
         stream: StreamId,
         group: Group,
@@ -457,7 +451,6 @@ impl Command {
     }
 }
 
-/// How a command accesses an operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Access {
     Read,

@@ -2,7 +2,6 @@
 
 use super::dtype::DType;
 
-/// The direction of a convolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Direction {
     /// y from x and w.
@@ -41,6 +40,25 @@ pub(super) struct Convolution {
 }
 
 impl Convolution {
+    /// A small convolution, for tests and to make cuDNN load its engines.
+    pub(super) const EXAMPLE: Self = Self {
+        direction: Direction::Forward,
+        dtype: DType::F16,
+        batch: 32,
+        in_h: 32,
+        in_w: 32,
+        in_c: 64,
+        out_h: 32,
+        out_w: 32,
+        out_c: 64,
+        kernel: 3,
+        stride: 1,
+        padding: 1,
+        row_padding: 1,
+        groups: 1,
+        sums: false,
+    };
+
     /// Sizes of x, w and y in bytes.
     pub(super) fn bytes(&self) -> [usize; 3] {
         let size = self.dtype.size();
@@ -51,7 +69,6 @@ impl Convolution {
         ]
     }
 
-    /// Number of input channels of one group.
     pub(super) fn group_in_c(&self) -> usize {
         self.in_c / self.groups
     }
@@ -86,30 +103,12 @@ pub(super) struct Tensors<P> {
 mod tests {
     use super::*;
 
-    const PLAIN: Convolution = Convolution {
-        direction: Direction::Forward,
-        dtype: DType::F16,
-        batch: 32,
-        in_h: 56,
-        in_w: 56,
-        in_c: 128,
-        out_h: 28,
-        out_w: 28,
-        out_c: 256,
-        kernel: 3,
-        stride: 2,
-        padding: 1,
-        row_padding: 1,
-        groups: 1,
-        sums: false,
-    };
-
     #[test]
     fn grouped_weights_have_the_input_channels_of_one_group() {
-        let grouped = Convolution { groups: 32, ..PLAIN };
-        let ([x, w, y], plain) = (grouped.bytes(), PLAIN.bytes());
-        assert_eq!((x, 32 * w, y), (plain[0], plain[1], plain[2]));
-        assert_eq!(w, 256 * 9 * 4 * 2);
-        assert_eq!(grouped.to_string(), "convolution 56x56x128 -> 256, 3x3/2 in 32 groups");
+        let grouped = Convolution { groups: 32, ..Convolution::EXAMPLE };
+        let ([x, w, y], plain) = (grouped.bytes(), Convolution::EXAMPLE.bytes());
+        assert_eq!([x, 32 * w, y], plain);
+        assert_eq!(w, 64 * 9 * 2 * 2);
+        assert_eq!(grouped.to_string(), "convolution 32x32x64 -> 64, 3x3/1 in 32 groups");
     }
 }

@@ -1,8 +1,5 @@
-//! Convolutions with cuDNN's backend API: the operation graph of one convolution, and execution plans
-//! of the engines that can run it.
-//!
-//! As in NVIDIA's cuDNN backend documentation, every descriptor is created, given attributes and
-//! finalised. An execution plan is an engine with knob settings, ready to run.
+//! Convolutions with cuDNN's backend API: the operation graph of one convolution, and execution plans of the engines that can run it. An
+//! execution plan is an engine with knob settings, ready to run.
 
 #![allow(unsafe_code)] // The backend API is C: attributes are pointers to arrays of a stated type.
 
@@ -10,7 +7,7 @@ use super::{
     convolution::{Convolution, Direction, Tensors},
     device::{Ptr, Stream},
     dtype::DType,
-    error::CudaError,
+    error::Result,
 };
 use cudarc::cudnn::sys::{
     self, cudnnBackendAttributeName_t as Name, cudnnBackendAttributeType_t as Type,
@@ -49,7 +46,7 @@ pub(super) struct Cudnn {
 unsafe impl Send for Cudnn {}
 
 impl Cudnn {
-    pub(super) fn new() -> Result<Self, CudaError> {
+    pub(super) fn new() -> Result<Self> {
         let mut this = Self { main: std::ptr::null_mut(), weight_gradients: std::ptr::null_mut() };
         // SAFETY: destroyed when this is dropped.
         check(unsafe { sys::cudnnCreate(&mut this.main) }, || "starting cuDNN".into())?;
@@ -68,14 +65,7 @@ impl Cudnn {
         unsafe { sys::cudnnGetVersion() }
     }
 
-    /// Runs `plan` on `stream`.
-    pub(super) fn run(
-        &self,
-        stream: Stream,
-        plan: &Plan,
-        tensors: Tensors<Ptr>,
-        workspace: Ptr,
-    ) -> Result<(), CudaError> {
+    pub(super) fn run(&self, stream: Stream, plan: &Plan, tensors: Tensors<Ptr>, workspace: Ptr) -> Result {
         let pack = Descriptor::new(Kind::CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR)?;
         let count = if plan.convolution.sums { 5 } else { 3 };
         let Tensors { x, w, y, channel_sums } = tensors;
@@ -107,7 +97,7 @@ impl Cudnn {
         max_workspace_bytes: usize,
         is_deterministic: bool,
         heuristics: &[Heuristic],
-    ) -> Result<impl Iterator<Item = Plan>, CudaError> {
+    ) -> Result<impl Iterator<Item = Plan>> {
         let graph = self.graph(convolution)?;
         let mut accepted: Vec<(Descriptor, Choice)> = Vec::new();
         for &heuristic in heuristics {
@@ -128,7 +118,7 @@ impl Cudnn {
     }
 
     /// Builds the plan of an earlier choice.
-    pub(super) fn rebuild(&self, convolution: &Convolution, choice: &Choice) -> Result<Plan, CudaError> {
+    pub(super) fn rebuild(&self, convolution: &Convolution, choice: &Choice) -> Result<Plan> {
         let graph = self.graph(convolution)?;
         let engine = Descriptor::new(Kind::CUDNN_BACKEND_ENGINE_DESCRIPTOR)?;
         engine.set_descriptors(Name::CUDNN_ATTR_ENGINE_OPERATION_GRAPH, &[&graph])?;
@@ -156,12 +146,7 @@ impl Cudnn {
         self.build(convolution, config, choice.clone())
     }
 
-    fn build(
-        &self,
-        convolution: &Convolution,
-        config: Descriptor,
-        choice: Choice,
-    ) -> Result<Plan, CudaError> {
+    fn build(&self, convolution: &Convolution, config: Descriptor, choice: Choice) -> Result<Plan> {
         let plan = Descriptor::new(Kind::CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)?;
         let handle = self.handle(convolution.direction);
         plan.set(Name::CUDNN_ATTR_EXECUTION_PLAN_HANDLE, Type::CUDNN_TYPE_HANDLE, &[handle])?;
@@ -178,7 +163,7 @@ impl Cudnn {
     }
 
     /// The operation graph of one convolution. cuDNN derives the number of groups from the channels of x and w.
-    fn graph(&self, c: &Convolution) -> Result<Descriptor, CudaError> {
+    fn graph(&self, c: &Convolution) -> Result<Descriptor> {
         let x = tensor(X, [c.batch, c.in_c, c.in_h, c.in_w], c.dtype)?;
         let w = tensor(W, [c.out_c, c.group_in_c(), c.kernel, c.kernel], c.dtype)?;
         let y = tensor(Y, [c.batch, c.out_c, c.out_h, c.out_w], c.dtype)?;
@@ -265,7 +250,6 @@ impl Drop for Cudnn {
     }
 }
 
-/// An execution plan of one convolution.
 pub(super) struct Plan {
     descriptor: Descriptor,
     convolution: Convolution,
@@ -282,7 +266,7 @@ const SUM: i64 = 4;
 const SQUARE: i64 = 5;
 
 /// The operation that sums `y` and its squares by channel.
-fn statistics_of(y: &Descriptor, channels: usize) -> Result<Descriptor, CudaError> {
+fn statistics_of(y: &Descriptor, channels: usize) -> Result<Descriptor> {
     let sum = tensor(SUM, [1, channels, 1, 1], DType::F32)?;
     let square = tensor(SQUARE, [1, channels, 1, 1], DType::F32)?;
     let operation = Descriptor::new(Kind::CUDNN_BACKEND_OPERATION_GEN_STATS_DESCRIPTOR)?;
@@ -298,7 +282,7 @@ fn statistics_of(y: &Descriptor, channels: usize) -> Result<Descriptor, CudaErro
 }
 
 /// Descriptor of a tensor that is in memory in the order NHWC (KRSC for weights). The backend lists dimensions as N, C, H, W.
-fn tensor(id: i64, [n, c, h, w]: [usize; 4], dtype: DType) -> Result<Descriptor, CudaError> {
+fn tensor(id: i64, [n, c, h, w]: [usize; 4], dtype: DType) -> Result<Descriptor> {
     let tensor = Descriptor::new(Kind::CUDNN_BACKEND_TENSOR_DESCRIPTOR)?;
     let data_type = [match dtype {
         DType::F32 => cudnnDataType_t::CUDNN_DATA_FLOAT,
@@ -316,8 +300,7 @@ fn tensor(id: i64, [n, c, h, w]: [usize; 4], dtype: DType) -> Result<Descriptor,
     Ok(tensor)
 }
 
-/// The engine configurations that a heuristic proposes.
-fn configurations(graph: &Descriptor, heuristic: Heuristic) -> Result<Vec<Descriptor>, CudaError> {
+fn configurations(graph: &Descriptor, heuristic: Heuristic) -> Result<Vec<Descriptor>> {
     let query = Descriptor::new(Kind::CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR)?;
     query.set_descriptors(Name::CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, &[graph])?;
     query.set(Name::CUDNN_ATTR_ENGINEHEUR_MODE, Type::CUDNN_TYPE_HEUR_MODE, &[heuristic])?;
@@ -326,15 +309,14 @@ fn configurations(graph: &Descriptor, heuristic: Heuristic) -> Result<Vec<Descri
     query.get_descriptors(Name::CUDNN_ATTR_ENGINEHEUR_RESULTS, kind, MAX_CONFIGURATIONS)
 }
 
-/// The engine of a configuration.
-fn engine_of(config: &Descriptor) -> Result<Descriptor, CudaError> {
+fn engine_of(config: &Descriptor) -> Result<Descriptor> {
     let engine = Descriptor::new(Kind::CUDNN_BACKEND_ENGINE_DESCRIPTOR)?;
     let mut descriptors = [engine.0];
     config.get(Name::CUDNN_ATTR_ENGINECFG_ENGINE, Type::CUDNN_TYPE_BACKEND_DESCRIPTOR, &mut descriptors)?;
     Ok(engine)
 }
 
-fn choice_of(config: &Descriptor) -> Result<Choice, CudaError> {
+fn choice_of(config: &Descriptor) -> Result<Choice> {
     let mut index = [0i64];
     engine_of(config)?.get(Name::CUDNN_ATTR_ENGINE_GLOBAL_INDEX, Type::CUDNN_TYPE_INT64, &mut index)?;
     let (name, kind) = (Name::CUDNN_ATTR_ENGINECFG_KNOB_CHOICES, Kind::CUDNN_BACKEND_KNOB_CHOICE_DESCRIPTOR);

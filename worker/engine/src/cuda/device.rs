@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)] // The driver API is C; each owner keeps its handle valid until the owner is dropped.
 
-use super::error::CudaError;
+use super::error::{CudaError, Result};
 use cudarc::driver::{result, sys};
 
 mod memory;
@@ -19,7 +19,6 @@ pub(super) struct Device {
     device: sys::CUdevice,
     context: sys::CUcontext,
     pub(super) name: String,
-    /// Number of streaming multiprocessors.
     pub(super) multiprocessors: u32,
     /// Compute capability times 10: 90 for Hopper.
     pub(super) capability: u32,
@@ -34,7 +33,7 @@ unsafe impl Sync for Device {}
 
 impl Device {
     /// Opens GPU `ordinal` (CUDA's number in this process) and makes it current on the calling thread.
-    pub(super) fn open(ordinal: i32) -> Result<Self, CudaError> {
+    pub(super) fn open(ordinal: i32) -> Result<Self> {
         result::init().map_err(CudaError::driver("starting CUDA"))?;
         let device = result::device::get(ordinal).map_err(CudaError::driver("opening the GPU"))?;
         let name = result::device::get_name(device).map_err(CudaError::driver("querying the GPU's name"))?;
@@ -64,7 +63,7 @@ impl Device {
     }
 
     /// Makes this GPU current on the calling thread.
-    pub(super) fn bind(&self) -> Result<(), CudaError> {
+    pub(super) fn bind(&self) -> Result {
         // SAFETY: the context is retained.
         unsafe { result::ctx::set_current(self.context) }.map_err(CudaError::driver("making the GPU current"))
     }
@@ -75,7 +74,7 @@ impl Device {
     }
 
     /// Allocates `bytes` of uninitialised memory.
-    pub(super) fn alloc(&self, bytes: usize) -> Result<Buffer, CudaError> {
+    pub(super) fn alloc(&self, bytes: usize) -> Result<Buffer> {
         // SAFETY: freed when the buffer is dropped.
         match unsafe { result::malloc_sync(bytes.max(256)) } {
             Ok(ptr) => Ok(Buffer { ptr, bytes }),
@@ -88,7 +87,7 @@ impl Device {
     }
 
     /// Checks that `bytes` of memory are free, as far as the driver reports it.
-    pub(super) fn check_free(&self, bytes: usize) -> Result<(), CudaError> {
+    pub(super) fn check_free(&self, bytes: usize) -> Result {
         let (free, total) = self.free_and_total_bytes();
         if total == 0 || bytes as u64 <= free { Ok(()) } else { Err(self.out_of_memory(bytes)) }
     }
@@ -98,13 +97,11 @@ impl Device {
         CudaError::OutOfMemory { needed_mb: bytes as u64 >> 20, free_mb: free >> 20, total_mb: total >> 20 }
     }
 
-    /// Allocates `bytes` zeros.
-    pub(super) fn zeros(&self, bytes: usize) -> Result<Buffer, CudaError> {
+    pub(super) fn zeros(&self, bytes: usize) -> Result<Buffer> {
         self.filled(bytes, 0)
     }
 
-    /// Allocates `bytes` bytes, all of them `value`.
-    pub(super) fn filled(&self, bytes: usize, value: u8) -> Result<Buffer, CudaError> {
+    pub(super) fn filled(&self, bytes: usize, value: u8) -> Result<Buffer> {
         let buffer = self.alloc(bytes)?;
         // SAFETY: the buffer has that many bytes.
         unsafe { result::memset_d8_sync(buffer.ptr, value, bytes) }
@@ -115,20 +112,20 @@ impl Device {
     }
 
     /// Allocates memory with a copy of `values`.
-    pub(super) fn upload<T: bytemuck::NoUninit>(&self, values: &[T]) -> Result<Buffer, CudaError> {
+    pub(super) fn upload<T: bytemuck::NoUninit>(&self, values: &[T]) -> Result<Buffer> {
         let buffer = self.alloc(size_of_val(values))?;
         buffer.write(values)?;
         Ok(buffer)
     }
 
     /// Makes this GPU current on the calling thread, and waits for all of its work.
-    pub(super) fn wait_idle(&self) -> Result<(), CudaError> {
+    pub(super) fn wait_idle(&self) -> Result {
         self.bind()?;
         self.synchronize()
     }
 
     /// Waits for all work on this GPU.
-    pub(super) fn synchronize(&self) -> Result<(), CudaError> {
+    pub(super) fn synchronize(&self) -> Result {
         result::ctx::synchronize().map_err(CudaError::driver("waiting for the GPU"))
     }
 }

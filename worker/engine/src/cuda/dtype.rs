@@ -2,8 +2,7 @@
 
 use lockstep_comm::DataType;
 
-/// Floating-point format of activations and weights: only the formats of [`DataType`] for which kernels exist, so that
-/// a `match` is exhaustive.
+/// The formats of [`DataType`] for which kernels exist.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum DType {
     F32,
@@ -17,7 +16,6 @@ impl DType {
         DataType::from(self).size_bytes()
     }
 
-    /// `fp32`, `fp16` or `bf16`.
     pub(super) fn name(self) -> &'static str {
         match self {
             DType::F32 => "fp32",

@@ -1,6 +1,6 @@
 //! Implementation of [`Engine`] for the CUDA engine.
 
-use super::{steps::split_batch, *};
+use super::{program::SplitHead, steps::split_batch, *};
 use crate::{Distribution, StateDict, Writers, distribution};
 
 impl Engine for CudaEngine {
@@ -129,10 +129,8 @@ impl Engine for CudaEngine {
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
         let mut logits = Vec::new();
         self.evaluate(batch, |engine, pictures| {
-            logits.extend(match &engine.groups {
-                Some(groups) if engine.program.head().is_some() => {
-                    gather_logits(&mut engine.program, groups, pictures)?
-                }
+            logits.extend(match (&engine.groups, engine.program.head()) {
+                (Some(groups), Some(head)) => gather_logits(&engine.program, head, groups, pictures)?,
                 _ => engine.program.read_logits(pictures)?,
             });
             Ok(())
@@ -286,9 +284,13 @@ impl Engine for CudaEngine {
 
 /// Collective, with a split head: gathers the logits `[pictures, classes]` of this rank's first `pictures` pictures from the ranks of the
 /// model group, each of which has some of the classes.
-fn gather_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Result<Vec<f32>, EngineError> {
-    let Some(head) = program.head().cloned() else { return Ok(Vec::new()) };
-    let own_logits = program.read_own_logits(&head)?;
+fn gather_logits(
+    program: &Program,
+    head: &SplitHead,
+    groups: &Groups,
+    pictures: usize,
+) -> Result<Vec<f32>, EngineError> {
+    let own_logits = program.read_own_logits(head)?;
     let (own_classes, max_classes) = (head.own_classes().len(), head.max_classes());
     // All ranks contribute rows of equal length.
     let padded = |row: &[f32]| [row, &vec![0.0; max_classes - own_classes]].concat();

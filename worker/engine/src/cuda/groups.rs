@@ -5,14 +5,11 @@ use crate::{EngineError, plan::Mesh};
 use lockstep_comm::ProcessGroup;
 use std::sync::Arc;
 
+/// The groups of [`Group`](super::command::Group) with these names.
 pub(super) struct Groups {
-    /// The ranks that share this rank's copy of the network.
     pub(super) model: Arc<dyn ProcessGroup>,
-    /// The ranks that share the rows of this rank's pictures.
     pub(super) height: Arc<dyn ProcessGroup>,
-    /// The ranks that have the same part of the network as this rank.
     pub(super) data: Arc<dyn ProcessGroup>,
-    /// The ranks with the same coordinates in the other stages, in the order of the stages.
     pub(super) stage: Arc<dyn ProcessGroup>,
 }
 

@@ -1,7 +1,6 @@
-//! Decoding of JPEG files by the GPU's hardware decoder (nvJPEG) into planes. One kernel per group of pictures then converts to
-//! RGB, crops and resizes. With nvJPEG's own conversion, there would be one kernel per picture, each of which waits for the kernels of a
-//! training step. The pixels are copied back to the host, where batches are assembled from all decoders. These copies are small,
-//! and all later transforms are the same for every decoder.
+//! Decoding of JPEG files by the GPU's hardware decoder (nvJPEG) into planes. One kernel per group of pictures then converts to RGB, crops
+//! and resizes. nvJPEG's own conversion would launch a kernel for each picture, and each would wait for kernels of a training step. The
+//! pixels are copied back to the host, where all later transforms are the same for every decoder.
 
 use super::{
     device::{Buffer, Device, Event, Pinned},
@@ -37,8 +36,7 @@ const SESSIONS: usize = 3;
 /// training step's kernels, few enough for a short latency.
 const MAX_GROUP_PICTURES: usize = 128;
 
-/// Maximum mean difference between the pixels (0 to 255) of the GPU's and of the CPU's decoder for the test pictures. Decoders round
-/// differently.
+/// Maximum mean difference, of 255, between the test pictures of the GPU's and of the CPU's decoder. Decoders round differently.
 const MAX_DIFFERENCE: f64 = 3.0;
 
 /// Value of planes where nothing was decoded: grey.
@@ -97,12 +95,7 @@ impl JpegDecoder {
         // For each picture: its file, the file's description (`Stored`), the expected pixels and the subsampling.
         let mut pictures = Vec::new();
         for sampling in [SamplingFactor::R_4_2_0, SamplingFactor::R_4_2_2, SamplingFactor::R_4_4_4] {
-            let mut file = Vec::new();
-            let mut encoder = jpeg_encoder::Encoder::new(&mut file, 90);
-            encoder.set_sampling_factor(sampling);
-            encoder
-                .encode(&drawn, width as u16, height as u16, ColorType::Rgb)
-                .map_err(|error| error.to_string())?;
+            let file = encode(&drawn, sampling)?;
             let expected = Picture::decode(&file)?;
             let stored = for_hardware(&file).map_err(|why| format!("the test picture is {why}"))?;
             pictures.push((file, stored, expected, sampling));
@@ -198,7 +191,6 @@ struct Session {
     /// earlier work on the stream is done.
     files: Option<Pinned>,
     cropper: Cropper,
-    /// For [`Session::wait`].
     done: Event,
 }
 
@@ -210,8 +202,7 @@ impl Session {
         Ok(Self { state, decoded: None, files: None, cropper, done: Event::sleeping().map_err(describe)? })
     }
 
-    /// Decodes the supported pictures, and returns for each picture whether it is supported. All GPU work has completed
-    /// on return.
+    /// Decodes the supported pictures, and returns for each picture whether it is supported. Waits for all GPU work.
     fn decode(
         &mut self,
         decoder: &JpegDecoder,
@@ -279,6 +270,16 @@ impl Session {
     fn wait(&self) -> Result<(), String> {
         self.done.record(self.cropper.stream.0).and_then(|()| self.done.wait()).map_err(|e| e.to_string())
     }
+}
+
+/// A picture as a JPEG file.
+fn encode(picture: &image::RgbImage, sampling: SamplingFactor) -> Result<Vec<u8>, String> {
+    let mut file = Vec::new();
+    let mut encoder = jpeg_encoder::Encoder::new(&mut file, 90);
+    encoder.set_sampling_factor(sampling);
+    let [width, height] = [picture.width(), picture.height()].map(|side| side as u16);
+    encoder.encode(picture, width, height, ColorType::Rgb).map_err(|error| error.to_string())?;
+    Ok(file)
 }
 
 /// Copies `files` to page-locked memory, which must not be in use, and returns the copies.

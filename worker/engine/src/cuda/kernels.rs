@@ -9,7 +9,7 @@ use super::{
     command::Geometry,
     device::{Device, Stream},
     dtype::DType,
-    error::CudaError,
+    error::{CudaError, Result},
     ops::WGMMA_CAPABILITY,
     profile::Profile,
 };
@@ -19,15 +19,13 @@ use lockstep_host::{
     gpu::libraries::{self, Library},
     lock,
 };
+use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use std::{
     collections::HashMap,
     ffi::{CStr, CString, c_void},
     path::Path,
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::Mutex,
     time::Duration,
 };
 
@@ -89,7 +87,7 @@ const MAX_COMPILE_WAIT: Duration = Duration::from_secs(60);
 
 impl Kernels {
     /// Loads the kernels. If they are not in the cache, one rank of a machine compiles them while the others wait.
-    pub(super) fn load(device: &Device, dtype: DType) -> Result<Self, CudaError> {
+    pub(super) fn load(device: &Device, dtype: DType) -> Result<Self> {
         let options = options(device.capability, dtype);
         let name = cache_name(device.capability, dtype, &options);
         let module = load_cached(&name).map_or_else(|| load_or_compile(&name, &options), Ok)?;
@@ -119,14 +117,12 @@ impl Kernels {
         name: &'static str,
         geometry: Geometry,
         args: &[u64],
-    ) -> Result<(), CudaError> {
+    ) -> Result {
         let (function, max_bytes) = self.function(name)?;
         check_shared_memory(name, geometry.shared_bytes, max_bytes)?;
-        let mut bits = [0u64; 40];
-        assert!(args.len() <= bits.len(), "{name} has too many arguments");
-        bits[..args.len()].copy_from_slice(args);
+        // The driver only reads the arguments.
         let mut pointers: Vec<*mut c_void> =
-            bits[..args.len()].iter_mut().map(|b| std::ptr::from_mut(b).cast()).collect();
+            args.iter().map(|arg| std::ptr::from_ref(arg).cast_mut().cast()).collect();
         let [grid_x, grid_y, grid_z] = geometry.grid;
         let [block_x, block_y, block_z] = geometry.block;
         let zeros = sys::CUlaunchAttributeValue { pad: [0; 64] };
@@ -156,10 +152,9 @@ impl Kernels {
             numAttrs: attributes.len() as u32,
         };
         let start = || {
-            // SAFETY: `pointers` has one pointer to a live value per argument. The tests in `program/emitter/tests/signatures.rs`
-            // check that arguments fit the kernel's parameters. Before `Program` launches a list, `command::verify` checks that
-            // operands are allocated, ordered and in bounds. `Program` and the JPEG cropper own the buffers, and wait for the
-            // GPU before dropping them.
+            // SAFETY: `pointers` has one pointer to a live value per argument. The tests in `program/emitter/tests/signatures.rs` check
+            // that arguments fit the kernel's parameters. Before `Program` launches a list, `command::verify` checks that operands are
+            // allocated, ordered and in bounds. `Program` and the JPEG cropper own the buffers, and wait for the GPU before dropping them.
             unsafe { sys::cuLaunchKernelEx(&config, function, pointers.as_mut_ptr(), std::ptr::null_mut()) }
                 .result()
                 .map_err(|error| CudaError::Driver {
@@ -172,7 +167,7 @@ impl Kernels {
     }
 
     /// A kernel, loaded on its first use, and its maximum dynamic shared memory per block in bytes.
-    fn function(&self, name: &'static str) -> Result<(sys::CUfunction, u32), CudaError> {
+    fn function(&self, name: &'static str) -> Result<(sys::CUfunction, u32)> {
         let mut functions = lock(&self.functions);
         if let Some(function) = functions.get(name) {
             return Ok(*function);
@@ -208,9 +203,8 @@ impl Drop for Kernels {
     }
 }
 
-/// Checks that a block's dynamic shared memory, `bytes`, does not exceed `max_bytes`. Only kernels that resize wide
-/// pictures can exceed it. All other kernels fit on every supported GPU.
-fn check_shared_memory(kernel: &str, bytes: u32, max_bytes: u32) -> Result<(), CudaError> {
+/// Checks that a block's dynamic shared memory, `bytes`, fits. Only kernels that resize wide pictures can need too much.
+fn check_shared_memory(kernel: &str, bytes: u32, max_bytes: u32) -> Result {
     if bytes <= max_bytes {
         return Ok(());
     }
@@ -233,9 +227,8 @@ fn options(capability: u32, dtype: DType) -> Vec<String> {
     options
 }
 
-/// Writes the kernels for every GPU of [`CAPABILITIES`] in every floating-point format into `dir`, under the names that
-/// [`Kernels::load`] reads. Copies kernels that a package has installed, and compiles others, which needs NVRTC but no
-/// GPU, and takes minutes.
+/// Writes the kernels for every GPU of [`CAPABILITIES`] in every floating-point format into `dir`, under the names that [`Kernels::load`]
+/// reads. Copies installed kernels, and compiles others, which needs NVRTC but no GPU, and takes minutes.
 ///
 /// # Errors
 /// NVRTC is missing or rejects the kernels, or `dir` cannot be written.
@@ -248,17 +241,15 @@ pub fn compile_all(dir: &Path) -> Result<(), String> {
     })
 }
 
-/// Compiles the kernels for these compute capabilities in every floating-point format, except installed kernels, on all
-/// cores, with the options `extra_options` in addition to the engine's. Calls `write` with the name and the content of
-/// each file.
+/// Compiles the kernels for these compute capabilities in every floating-point format. With `extra_options`, also compiles installed
+/// kernels. Calls `write` with the name and the content of each file.
 fn compile_each(
     capabilities: &[u32],
     extra_options: &[&str],
     write: impl Fn(&str, &[u8]) -> Result<(), String> + Sync,
 ) -> Result<(), String> {
     let cases: Vec<_> = capabilities.iter().flat_map(|c| DTYPES.map(|dtype| (*c, dtype))).collect();
-    let (next_case, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-    let compile_one = |capability, dtype| {
+    let compile_one = |(capability, dtype)| {
         let mut options = options(capability, dtype);
         let name = cache_name(capability, dtype, &options);
         options.extend(extra_options.iter().map(|option| (*option).to_owned()));
@@ -266,16 +257,7 @@ fn compile_each(
         let image = installed.map_or_else(|| compile(&options), Ok);
         write(&name, &image.map_err(|e| format!("{capability} {}: {e}", dtype.name()))?)
     };
-    let compile_remaining = || {
-        while let Some(&(capability, dtype)) = cases.get(next_case.fetch_add(1, Ordering::Relaxed)) {
-            if let Err(error) = compile_one(capability, dtype) {
-                lock(&failures).push(error);
-            }
-        }
-    };
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    std::thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(compile_remaining))));
-    let failures = failures.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let failures: Vec<String> = cases.into_par_iter().filter_map(|case| compile_one(case).err()).collect();
     if failures.is_empty() { Ok(()) } else { Err(failures.join("\n")) }
 }
 
@@ -288,8 +270,7 @@ fn cache_name(capability: u32, dtype: DType, options: &[String]) -> String {
     format!("kernels-sm{capability}-{}-{key}.cubin", dtype.name())
 }
 
-/// Loads the module that a package has installed, or else the module in the cache. Removes a file of the cache that the driver cannot
-/// load. `None` if there is no module that the driver can load.
+/// Loads the installed module, or else the module in the cache. Removes a file of the cache that the driver cannot load.
 fn load_cached(name: &str) -> Option<sys::CUmodule> {
     let warn = |e: &CudaError| tracing::warn!("the installed {name} cannot be used: {e}");
     let installed = cache::read_installed(name).and_then(|image| load_module(&image).inspect_err(warn).ok());
@@ -297,7 +278,7 @@ fn load_cached(name: &str) -> Option<sys::CUmodule> {
 }
 
 /// Compiles the kernels. If another rank of this machine is compiling them, waits and loads that rank's module instead.
-fn load_or_compile(name: &str, options: &[String]) -> Result<sys::CUmodule, CudaError> {
+fn load_or_compile(name: &str, options: &[String]) -> Result<sys::CUmodule> {
     let _one_at_a_time = cache::lock(cache::dir(), name, MAX_COMPILE_WAIT);
     if let Some(module) = load_cached(name) {
         return Ok(module);
@@ -308,7 +289,7 @@ fn load_or_compile(name: &str, options: &[String]) -> Result<sys::CUmodule, Cuda
 }
 
 /// Loads machine code. `image` must be undamaged: the driver crashes on truncated or damaged machine code.
-fn load_module(image: &[u8]) -> Result<sys::CUmodule, CudaError> {
+fn load_module(image: &[u8]) -> Result<sys::CUmodule> {
     let mut module = std::ptr::null_mut();
     // SAFETY: NVRTC produced the image; the driver copies it.
     unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) }
@@ -318,7 +299,7 @@ fn load_module(image: &[u8]) -> Result<sys::CUmodule, CudaError> {
 }
 
 /// Compiles [`SOURCE`] to machine code.
-fn compile(options: &[String]) -> Result<Vec<u8>, CudaError> {
+fn compile(options: &[String]) -> Result<Vec<u8>> {
     use nvrtc::result;
     libraries::check_loadable(&[Library::Nvrtc]).map_err(CudaError::Missing)?;
     let compile_error = |log: String| CudaError::Compile { target: options[0].clone(), log };

@@ -7,12 +7,11 @@
 use super::{
     command::{Operand, Region},
     error::CudaError,
-    program::reads_pictures,
+    program::{StepPlan, reads_pictures},
 };
 use crate::{
     EngineError,
-    fuse::FusedOp,
-    net::{Network, Role},
+    net::Role,
     optimizer::{ParameterKind, kind, tensor_name},
     sharding::Share,
 };
@@ -71,7 +70,6 @@ impl ParameterLayout {
         self.range.start..self.aligned_end
     }
 
-    /// Number of values without any padding.
     fn unpadded_len(&self) -> usize {
         self.shape.iter().product()
     }
@@ -79,12 +77,21 @@ impl ParameterLayout {
     /// For weights of a convolution: calls `visit` with two indices of every value: in torchvision's order, and on the GPU. The values
     /// of other parameters have the same order in both.
     fn for_each_index(&self, visit: impl FnMut(usize, usize)) {
-        match (self.order, &self.shape[..]) {
-            (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {
-                for_each_krsc_index(out, inputs, height, width, padded_in, visit);
+        let Ok(sides @ [_, _, height, width]) = <[usize; 4]>::try_from(&self.shape[..]) else { return };
+        match self.order {
+            Order::Krsc { padded_in } => {
+                let krsc = |[o, i, y, x]: [usize; 4]| ((o * height + y) * width + x) * padded_in + i;
+                visit_indices(sides, krsc, visit);
             }
-            (Order::Folded, &[out, inputs, ..]) => for_each_folded_index(out, inputs, visit),
-            _ => {}
+            Order::Folded => {
+                let folded = |[o, i, y, x]: [usize; 4]| {
+                    let block = y.div_ceil(2) * 4 + x.div_ceil(2);
+                    let within = (y + 1) % 2 * 2 + (x + 1) % 2;
+                    o * FOLDED_LEN + block * 16 + within * 4 + i
+                };
+                visit_indices(sides, folded, visit);
+            }
+            Order::Rows | Order::Vector => {}
         }
     }
 }
@@ -127,17 +134,9 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Lays out the parameters of `network`. `ops` are in forward order. `padded_in` and `padded_classes` are the padded numbers of
-    /// channels of the input and of the logits on the GPU. `has_folded_input` is as in [`super::program::StepPlan`]. Each range that is
-    /// reduced together can be divided into `part_count` equal parts.
-    pub(super) fn new(
-        network: &Network,
-        ops: &[FusedOp],
-        padded_in: usize,
-        padded_classes: usize,
-        has_folded_input: bool,
-        part_count: usize,
-    ) -> Self {
+    /// Each range that is reduced together can be divided into `part_count` equal parts.
+    pub(super) fn new(plan: &StepPlan, part_count: usize) -> Self {
+        let (network, padded_classes) = (&plan.network, plan.padded_classes);
         let parameters: BTreeMap<String, _> =
             network.parameters().into_iter().map(|p| (p.name.clone(), p)).collect();
         let mut layout = Self {
@@ -151,15 +150,15 @@ impl Layout {
             buckets: Vec::new(),
         };
         let (mut matrices, mut vectors, mut fixed_vectors) = (Vec::new(), Vec::new(), Vec::new());
-        for op in ops.iter().rev() {
+        for op in plan.ops.iter().rev() {
             let Some((name, suffixes)) = op.parameters() else { continue };
             for p in suffixes.iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
                 let (order, len) = match (p.role, &p.shape[..]) {
-                    (Role::ConvWeight, [out, ..]) if has_folded_input && reads_pictures(op) => {
+                    (Role::ConvWeight, [out, ..]) if plan.has_folded_input && reads_pictures(op) => {
                         (Order::Folded, out * FOLDED_LEN)
                     }
                     (Role::ConvWeight, [out, inputs, height, width]) => {
-                        let padded_in = if reads_pictures(op) { padded_in } else { *inputs };
+                        let padded_in = if reads_pictures(op) { plan.padded_input } else { *inputs };
                         (Order::Krsc { padded_in }, out * height * width * padded_in)
                     }
                     (Role::LinearWeight, [out, inputs]) => {
@@ -264,8 +263,7 @@ impl Layout {
         })
     }
 
-    /// For each parameter with a gradient: the range that belongs to a rank with `share`, relative to the rank's part of the
-    /// reduced range.
+    /// For each parameter with a gradient: the range that belongs to a rank with `share`, relative to the rank's part of the reduced range.
     pub(super) fn own_segments(&self, share: Share) -> Vec<Range<usize>> {
         let own: Vec<_> = self.reduced_ranges().zip(self.own_ranges(share)).collect();
         let of_parameter = |parameter: &ParameterLayout| {
@@ -400,38 +398,19 @@ impl Layout {
     }
 }
 
-/// Calls `visit` with two indices of every value: in OIHW, and in KRSC with padded inputs.
-fn for_each_krsc_index(
-    out: usize,
-    inputs: usize,
-    height: usize,
-    width: usize,
-    padded_in: usize,
+/// Calls `visit` with two indices of every value of `[out][in][height][width]`: in this order, and the result of `gpu_index`.
+fn visit_indices(
+    [out, inputs, height, width]: [usize; 4],
+    gpu_index: impl Fn([usize; 4]) -> usize,
     mut visit: impl FnMut(usize, usize),
 ) {
+    let mut oihw = 0;
     for o in 0..out {
         for i in 0..inputs {
             for y in 0..height {
                 for x in 0..width {
-                    visit(
-                        ((o * inputs + i) * height + y) * width + x,
-                        ((o * height + y) * width + x) * padded_in + i,
-                    );
-                }
-            }
-        }
-    }
-}
-
-/// Calls `visit` with two indices of every value: in `[out][inputs][7][7]`, and in [`Order::Folded`].
-fn for_each_folded_index(out: usize, inputs: usize, mut visit: impl FnMut(usize, usize)) {
-    for o in 0..out {
-        for i in 0..inputs {
-            for y in 0..7 {
-                for x in 0..7 {
-                    let block = usize::div_ceil(y, 2) * 4 + usize::div_ceil(x, 2);
-                    let within = (y + 1) % 2 * 2 + (x + 1) % 2;
-                    visit(((o * inputs + i) * 7 + y) * 7 + x, o * FOLDED_LEN + block * 16 + within * 4 + i);
+                    visit(oihw, gpu_index([o, i, y, x]));
+                    oihw += 1;
                 }
             }
         }
@@ -442,18 +421,19 @@ fn for_each_folded_index(out: usize, inputs: usize, mut visit: impl FnMut(usize,
 mod tests {
     use super::*;
     use crate::{
-        fuse,
+        cuda::{dtype::DType, program::capabilities},
         net::{init, resnet},
     };
     use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
+    use std::sync::Arc;
 
     /// The weights of a grouped convolution are in cuDNN's order: `[out][height][width][in / groups]`.
     #[test]
     fn grouped_weights_convert_to_the_gpu_s_order_and_back() {
         let model = ModelSpec { arch: Arch::ResNeXt50_32x4d, stem: Stem::Imagenet, ..ModelSpec::default() };
-        let network = resnet::build(&model, 64, 3, 10).unwrap();
-        let layout =
-            Layout::new(&network, &fuse::fuse(&network, &fuse::Capabilities::default()), 4, 16, true, 1);
+        let network = Arc::new(resnet::build(&model, 64, 3, 10).unwrap());
+        let plan = StepPlan::new(network.clone(), 8, DType::F16, capabilities(true)).unwrap();
+        let layout = Layout::new(&plan, 1);
         let mut initial = init::initial_parameters(&network, false, 1);
         initial.retain(|name, _| !name.contains("running"));
         let flat = layout.flatten(None, &initial).unwrap();

@@ -1,8 +1,7 @@
 //! The CUDA engine: one GPU, NHWC, float32, float16 or bfloat16, with float32 weights and optimizer state.
 //!
-//! A step is captured once as a CUDA graph and then replayed, so kernels read a step's inputs from [`rings`]. The
-//! host launches a step asynchronously and reads the result later. Our kernels compute the same bits in every
-//! run: every sum has a fixed order.
+//! A step is captured once as a CUDA graph and then replayed, so kernels read a step's inputs from [`rings`]. The host launches a step
+//! asynchronously and reads the result later. Our kernels compute the same bits in every run: every sum has a fixed order.
 
 mod arena;
 mod backend;
@@ -84,7 +83,6 @@ fn check_sample(ranks: u32, model: u32, accumulate: u32) -> Result<(), String> {
         .into())
 }
 
-/// Builds the engine.
 fn build(
     network: Arc<Network>,
     initial: &dyn TensorSource,
@@ -163,7 +161,6 @@ fn dtype_of(precision: Precision) -> DType {
 /// The kind of step that a captured graph runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct GraphKey {
-    /// Image size of the network's input.
     image_size: usize,
     phase: Phase,
     input: Input,
@@ -220,10 +217,8 @@ struct CudaEngine {
     config: EngineConfig,
     /// The whole network (not this rank's part) for the current image size.
     network: Arc<Network>,
-    /// How the network is parallelised over the ranks.
     plan: Plan,
     comm: Arc<dyn ProcessGroup>,
-    /// The groups of a plan in which ranks share copies of the network or rows of pictures, or compute stages.
     groups: Option<Groups>,
     device: Device,
 }

@@ -1,9 +1,7 @@
-//! The kernels of `worker/kernels/` as operations: each method of [`Ops`] returns the launches of one or more kernels. No method accesses
-//! a GPU.
-//! Activations are NHWC in the kernels' floating-point format, `T` below; channels are a multiple of 8, and rows =
-//! pictures x pixels. All kernels are deterministic: sums are taken in an order that depends only on shapes. A captured
-//! sequence of launches can be replayed, because arguments do not change between steps. Values that change are in the
-//! [control block](self#control).
+//! The kernels of `worker/kernels/` as operations: each method of [`Ops`] returns the launches of one or more kernels. No method accesses a
+//! GPU. Activations are NHWC in the kernels' floating-point format, `T` below; channels are a multiple of 8, and rows = pictures x pixels.
+//! All kernels are deterministic: sums are taken in an order that depends only on shapes. A captured sequence of launches can be replayed,
+//! because arguments do not change between steps. Values that change are in the [control block](self#control).
 //!
 //! # Control
 //! Kernels read a micro-batch's control block (`Control` in `numbers.cu`) in device memory. The first `valid` pictures are real. The other
@@ -12,8 +10,8 @@
 //!
 //! # Operands
 //! [`Operand::NONE`] means "absent", where a field's documentation allows it. An argument states how its kernel accesses the
-//! memory, and the check of a step's commands relies on this statement. "Traffic" in a method's documentation is the
-//! memory traffic of the method's kernels.
+//! memory, and the check of a step's commands relies on this statement. Kernels read each
+//! input and write each output once, unless a method's documentation says otherwise ("Traffic").
 
 mod adam;
 mod block_end;
@@ -47,7 +45,6 @@ pub(super) use pool::Pool;
 pub(super) use rows::{AddRows, TakeRows};
 pub(super) use sample::{ParameterRows, SampleClasses};
 pub(super) use split_loss::SplitLogits;
-pub(super) use step::StatisticsCopy;
 pub(super) use through::{OutputGradient, ROW_PADDING, TILE_CHANNELS, TILE_ROWS};
 
 use super::{
@@ -69,6 +66,8 @@ pub(super) const CONTROL: Operand = Operand::whole(Region::Control);
 const SCALER: Operand = Operand::whole(Region::Scaler);
 /// Loss, number of correct predictions, and number of pictures.
 const TOTALS: Operand = Operand::whole(Region::Totals);
+/// Number of finished steps: the counter of [`Ops::record`].
+const FINISHED_STEPS: Operand = Operand::new(Region::ResultCounter, 0, 4);
 
 /// Number of groups of 8 values, each from a different row, that a thread loads at a time: 64 bytes.
 pub(super) fn in_flight(dtype: DType) -> u32 {

@@ -2,7 +2,7 @@
 
 use super::{
     device::{Buffer, Device, Event, OwnedStream, Pinned, Ptr, Stream},
-    error::CudaError,
+    error::Result,
 };
 use bytemuck::NoUninit;
 use lockstep_data::loader::{Batch, BatchFormat, Resident};
@@ -25,7 +25,7 @@ pub(super) struct GpuDataset {
 
 impl GpuDataset {
     /// Copies the pictures; `None` if they do not fit.
-    pub(super) fn new(device: &Device, data: &Resident) -> Result<Option<Self>, CudaError> {
+    pub(super) fn new(device: &Device, data: &Resident) -> Result<Option<Self>> {
         let is_shared = std::sync::Arc::ptr_eq(&data.train, &data.validation);
         let bytes = data.train.len() + if is_shared { 0 } else { data.validation.len() };
         let (free_bytes, _) = device.free_and_total_bytes();
@@ -42,12 +42,10 @@ impl GpuDataset {
         }))
     }
 
-    /// Address of the pictures for training.
     pub(super) fn train_pictures(&self) -> Ptr {
         self.train.ptr
     }
 
-    /// Address of the pictures for validation.
     pub(super) fn validation_pictures(&self) -> Ptr {
         self.validation.as_ref().unwrap_or(&self.train).ptr
     }
@@ -58,7 +56,7 @@ const SLOTS: usize = 3;
 
 /// Copies batches to the GPU through page-locked buffers.
 pub(super) struct Staging {
-    format: BatchFormat,
+    pub(super) format: BatchFormat,
     /// Size of a batch in bytes.
     bytes: usize,
     host: Pinned,
@@ -76,7 +74,7 @@ pub(super) struct Staging {
 
 impl Staging {
     /// Allocates buffers for batches of `values` values.
-    pub(super) fn new(device: &Device, format: BatchFormat, values: usize) -> Result<Self, CudaError> {
+    pub(super) fn new(device: &Device, format: BatchFormat, values: usize) -> Result<Self> {
         let size = if format == BatchFormat::Bytes { 1 } else { 4 };
         let bytes = (values * size).next_multiple_of(256);
         let events = || (0..SLOTS).map(|_| Event::new()).collect::<Result<Vec<_>, _>>();
@@ -93,24 +91,20 @@ impl Staging {
         })
     }
 
-    pub(super) fn format(&self) -> BatchFormat {
-        self.format
-    }
-
     /// Whether the host may write to the next slot, so that [`Staging::send`] does not wait for a step, which may wait for other ranks.
-    pub(super) fn is_free(&self) -> Result<bool, CudaError> {
+    pub(super) fn is_free(&self) -> Result<bool> {
         if self.sent_count < SLOTS { Ok(true) } else { self.uploaded[self.sent_count % SLOTS].has_passed() }
     }
 
     /// Copies `batch` to [`Staging::input`] for the next step on `main`.
-    pub(super) fn send(&mut self, main: Stream, batch: &Batch) -> Result<(), CudaError> {
+    pub(super) fn send(&mut self, main: Stream, batch: &Batch) -> Result {
         match self.format {
             BatchFormat::Bytes => self.send_values(main, &batch.bytes),
             _ => self.send_values(main, &batch.images),
         }
     }
 
-    fn send_values<T: NoUninit>(&mut self, main: Stream, values: &[T]) -> Result<(), CudaError> {
+    fn send_values<T: NoUninit>(&mut self, main: Stream, values: &[T]) -> Result {
         let slot = self.sent_count % SLOTS;
         let (offset, bytes) = (slot * self.bytes, size_of_val(values));
         if self.sent_count >= SLOTS {

@@ -3,15 +3,13 @@
 use super::{
     command::Part,
     device::{Event, Stream},
-    error::CudaError,
+    error::{CudaError, Result},
 };
 use lockstep_host::lock;
 use std::sync::Mutex;
 
-/// A timed call.
 #[derive(Debug, Clone)]
 pub(super) struct TimedCall {
-    /// The part of the step to which the call belongs.
     pub(super) part: Part,
     pub(super) millis: f64,
 }
@@ -27,7 +25,6 @@ struct RecordedCall {
 struct ActiveProfile {
     /// The part of the step to which the next call belongs.
     current_part: Part,
-    /// All calls so far, in order.
     calls: Vec<RecordedCall>,
 }
 
@@ -62,13 +59,12 @@ impl Profile {
         }
     }
 
-    /// Starts profiling.
     pub(super) fn begin(&self) {
         *lock(&self.0) = Some(ActiveProfile { current_part: Part::Begin, calls: Vec::new() });
     }
 
     /// Stops profiling and returns the calls since [`Profile::begin`].
-    pub(super) fn end(&self) -> Result<Vec<TimedCall>, CudaError> {
+    pub(super) fn end(&self) -> Result<Vec<TimedCall>> {
         let calls = lock(&self.0).take().map(|profile| profile.calls).unwrap_or_default();
         let read_time = |RecordedCall { part, begin, end }: RecordedCall| {
             Ok(TimedCall { part, millis: f64::from(begin.millis_to(&end)?) })

@@ -5,8 +5,10 @@
 //! it. Every emission of a list uses the same memory, so a list can be launched directly or captured and replayed.
 
 use super::{
-    arena::{Allocation, Arena},
-    command::{Collective, Command, Content, Kernel, Operand, Part, Region, StreamId, UPDATING, verify},
+    arena::Arena,
+    command::{
+        Collective, Command, Content, EventId, Kernel, Operand, Part, Region, StreamId, UPDATING, verify,
+    },
     convolution::{Convolution, Direction, Tensors},
     device::{Buffer, Device, Event, OwnedStream, Ptr, Stream},
     dtype::DType,
@@ -28,6 +30,7 @@ use crate::{
     fuse::{Conv, ConvBackward, ConvForward, DeferredNorm, FusedOp, Norm, NormForward, StatisticsIn},
     layers::layer_times,
     net::{Network, TensorId},
+    plan::{Pass, schedule},
     sharding::Share,
 };
 use emitter::{arena_bytes, emit};
@@ -70,6 +73,26 @@ pub(super) struct StagePass {
     pub(super) sends_gradient: bool,
 }
 
+impl StagePass {
+    /// The passes of a step through a stage, in order, each with the index of its micro-batch. `memory_parts` is the number of parts of the
+    /// memory.
+    pub(super) fn schedule(
+        (stage, stages): (usize, usize),
+        micro_batches: usize,
+        memory_parts: usize,
+    ) -> Vec<(usize, Self)> {
+        let mut sends_gradient = false;
+        let stage_pass = |pass: Pass| {
+            let (Pass::Forward(number) | Pass::Backward(number)) = pass;
+            let is_backward = pass == Pass::Backward(number);
+            let stage_pass = Self { is_backward, memory_part: number % memory_parts, sends_gradient };
+            sends_gradient = is_backward && stage > 0;
+            (number, stage_pass)
+        };
+        schedule(stage, stages, micro_batches).into_iter().map(stage_pass).collect()
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Phase {
     Train(MicroBatch),
@@ -102,6 +125,9 @@ pub(super) enum Input {
 }
 
 impl Input {
+    /// The input of a pass that reads no pictures, or whose address is not used.
+    pub(super) const NONE: Self = Input::Staged { at: 0, format: BatchFormat::Bytes };
+
     pub(super) fn address(self) -> Ptr {
         match self {
             Input::Dataset { pictures, .. } => pictures,
@@ -127,7 +153,7 @@ pub(super) struct Program {
     pub(super) dynamic_scale: Option<bool>,
     pub(super) ops: Ops,
     kernels: Kernels,
-    /// The regions without a field of their own, which only kernels access.
+    /// The regions without a field of their own.
     buffers: HashMap<Region, Buffer>,
     tuner: Tuner,
     pub(super) state: State,
@@ -144,32 +170,11 @@ pub(super) struct Program {
     /// Number of values of a split head's gradients, if these are not in `matrix_gradients`: they are computed twice or, for a sample of
     /// classes, are in the arena. Otherwise 0.
     unstored_len: usize,
-    /// Gradients of the vectors, float32, at the vectors' offsets in the flat layout.
-    vector_gradients: Buffer,
-    /// Float32 sums over micro-batches of the matrices' gradients.
-    accumulated_gradients: Option<Buffer>,
-    norm_values: Buffer,
-    /// Normalised float32 value of each byte of each channel.
-    normalisation: Buffer,
-    /// Float32 weights of the classes in the loss, if the loss weights classes.
-    class_weights: Option<Buffer>,
     /// By image size of the network: resampling tables to this size, for rows and for columns.
     scalings: HashMap<usize, [ScalingTable; 2]>,
-    /// The result of a check: a `u32` that is 1 if a value is not finite, or a `u64` with a checksum.
-    check_result: Buffer,
-    /// Of the step: loss (`f64`), number of correct predictions (`u64`) and number of pictures (`u64`).
-    totals: Buffer,
-    arena: Buffer,
-    workspace: Buffer,
-    side_workspace: Buffer,
     pub(super) main_stream: OwnedStream,
     side_stream: OwnedStream,
-    side_begin: Event,
-    side_end: Event,
-    /// By weight gradient: recorded on the side stream after its computation.
-    weight_gradients_done: Vec<Event>,
-    /// Logits of the latest evaluation.
-    evaluated_logits: Buffer,
+    events: HashMap<EventId, Event>,
 }
 
 impl Program {
@@ -178,6 +183,11 @@ impl Program {
         let network = self.networks.iter().find(|network| network.image_size == image_size)?.clone();
         self.plan.set_network(network.clone());
         Some(network)
+    }
+
+    /// The memory of a region that every program has.
+    fn buffer(&self, region: Region) -> &Buffer {
+        &self.buffers[&region]
     }
 
     /// This rank's part of the network.
@@ -204,7 +214,7 @@ impl Program {
             .flat_map(|(m, s)| (0..256).map(move |v| (v as f32 / 255.0 - m) / s))
             .take(256 * self.plan.network.channels)
             .collect();
-        self.normalisation.write(&table)
+        self.buffer(Region::Normalisation).write(&table)
     }
 
     /// Prepares for a dataset on the GPU with pictures of `height` x `width` pixels.
@@ -228,33 +238,26 @@ impl Program {
         Ok(())
     }
 
-    /// Calls `look` with the facts that determine a step's commands.
-    fn with_facts<T>(&self, look: impl FnOnce(&Facts<'_>) -> T) -> T {
+    /// The facts that determine a step's commands.
+    fn facts(&self) -> Facts<'_> {
         let scaling = self.scalings.get(&self.plan.network.image_size);
-        look(&Facts {
+        let reducer = self.reducer.as_ref().filter(|reducer| reducer.reduces_gradients());
+        Facts {
             plan: &self.plan,
             layout: &self.state.layout,
             norms: &self.norms,
             ops: self.ops,
             optimizer: self.config.optimizer,
             label_smoothing: self.config.loss.label_smoothing,
-            has_class_weights: self.class_weights.is_some(),
-            accumulates: self.accumulated_gradients.is_some(),
+            has_class_weights: self.config.loss.class_weights.is_some(),
+            accumulates: self.config.accumulate > 1,
             has_dynamic_scale: self.dynamic_scale.unwrap_or(false),
-            statistics: self
-                .reducer
-                .as_ref()
-                .filter(|reducer| reducer.reduces_gradients())
-                .map(|reducer| &reducer.statistics),
+            statistics: reducer.map(|reducer| &reducer.statistics),
             data_ranks: self.data_ranks,
             share: self.state.share,
-            computes_sums: &|convolution| self.tuner.has_plan(convolution),
+            computes_sums: Box::new(move |convolution| self.tuner.has_plan(convolution)),
             scaling: scaling.map(|[rows, columns]| [&rows.table, &columns.table]),
-        })
-    }
-
-    fn arena_bytes(&self, trains: bool) -> Result<usize, EngineError> {
-        self.with_facts(|facts| arena_bytes(facts, trains))
+        }
     }
 
     /// Emits and checks the commands of a micro-batch. Weight gradients run on `weight_gradient_stream`.
@@ -264,17 +267,14 @@ impl Program {
         input: Input,
         weight_gradient_stream: StreamId,
     ) -> Result<Vec<Command>, EngineError> {
-        let emitted = self.with_facts(|facts| {
-            let emitted = emit(facts, phase, input, weight_gradient_stream)?;
-            tracing::trace!("{phase:?}, {input:?}:\n{}", text::text(facts, &emitted.commands));
-            Ok::<_, EngineError>(emitted)
-        })?;
+        let facts = self.facts();
+        let emitted = emit(&facts, phase, input, weight_gradient_stream)?;
+        tracing::trace!("{phase:?}, {input:?}:\n{}", text::text(&facts, &emitted.commands));
         verify::verify(&emitted.commands, phase.carries_over()).map_err(CudaError::Commands)?;
         let Some(pass) = phase.pass() else { return Ok(emitted.commands) };
         Ok(emitted.into_pass(pass, |region| match region {
-            Region::Arena => self.arena.bytes / self.micro_batches_in_flight,
+            Region::Arena | Region::NormValues => self.buffer(region).bytes / self.micro_batches_in_flight,
             Region::Control => self.inputs.control.bytes / self.micro_batches_in_flight,
-            Region::NormValues => self.norm_values.bytes / self.micro_batches_in_flight,
             _ => 0,
         }))
     }
@@ -301,14 +301,14 @@ impl Program {
     pub(super) fn gradients(&self) -> Result<NamedTensors, EngineError> {
         let Layout { matrix_len, trained_len, len, .. } = self.state.layout;
         let mut flat = vec![0f32; len];
-        match &self.accumulated_gradients {
+        match self.buffers.get(&Region::Accumulated) {
             Some(sums) => sums.read(0, &mut flat[..matrix_len])?,
             None => {
                 let stored = &mut flat[self.unstored_len..matrix_len];
                 read_as_float(&self.matrix_gradients, 0, self.plan.dtype, stored)?;
             }
         }
-        self.vector_gradients.read(0, &mut flat[matrix_len..trained_len])?;
+        self.buffer(Region::VectorGradients).read(0, &mut flat[matrix_len..trained_len])?;
         // The gradients are multiplied by the loss scale.
         let inverse = self.state.read_scaler()?.inverse;
         if inverse != 1.0 {
@@ -339,21 +339,21 @@ impl Program {
     }
 
     /// Loss and number of correct predictions of the latest evaluated micro-batch.
-    pub(super) fn read_evaluation(&mut self) -> Result<(f64, u64), CudaError> {
+    pub(super) fn read_evaluation(&self) -> Result<(f64, u64), CudaError> {
         self.main_stream.0.synchronize()?;
         let (mut loss, mut correct) = ([0f64], [0u64]);
-        self.totals.read(0, &mut loss)?;
-        self.totals.read(8, &mut correct)?;
+        self.buffer(Region::Totals).read(0, &mut loss)?;
+        self.buffer(Region::Totals).read(8, &mut correct)?;
         Ok((loss[0], correct[0]))
     }
 
     /// Whether all weights, biases, running statistics and optimizer slots are finite.
     pub(super) fn is_finite(&self) -> Result<bool, CudaError> {
-        self.check_result.write(&[0u32])?;
+        self.buffer(Region::CheckResult).write(&[0u32])?;
         self.launch(self.state.finite_check_kernels(&self.ops))?;
         self.main_stream.0.synchronize()?;
         let mut found = [0u32];
-        self.check_result.read(0, &mut found)?;
+        self.buffer(Region::CheckResult).read(0, &mut found)?;
         Ok(found == [0])
     }
 
@@ -361,11 +361,11 @@ impl Program {
     pub(super) fn checksum(&self) -> Result<[u64; 2], CudaError> {
         let [split, whole] = self.state.layout.split_and_whole();
         let sum_of = |ranges: [Range<usize>; 2]| -> Result<u64, CudaError> {
-            self.check_result.write(&[0u64])?;
+            self.buffer(Region::CheckResult).write(&[0u64])?;
             self.launch(ranges.map(|range| self.state.checksum_kernel(&self.ops, range)))?;
             self.main_stream.0.synchronize()?;
             let mut sum = [0u64];
-            self.check_result.read(0, &mut sum)?;
+            self.buffer(Region::CheckResult).read(0, &mut sum)?;
             Ok(sum[0])
         };
         Ok([sum_of(whole)?, sum_of(split)?])
@@ -399,12 +399,11 @@ impl Program {
 
     /// With a split head: reads the latest evaluated micro-batch's logits `[pictures, classes]`, of all pictures of the model group and of
     /// this rank's classes.
-    pub(super) fn read_own_logits(&mut self, head: &SplitHead) -> Result<Vec<f32>, EngineError> {
+    pub(super) fn read_own_logits(&self, head: &SplitHead) -> Result<Vec<f32>, EngineError> {
         self.main_stream.0.synchronize()?;
-        let (tensor, input) =
-            (self.plan.network.logits(), Input::Staged { at: 0, format: BatchFormat::Bytes });
+        let tensor = self.plan.network.logits();
         // Emitting the commands again gives the offset at which the logits are in the arena.
-        let commands = self.commands(Phase::Evaluate, input, StreamId::Side)?;
+        let commands = self.commands(Phase::Evaluate, Input::NONE, StreamId::Side)?;
         let offset = commands.iter().find_map(|command| match command {
             Command::Alloc { content: Content::Activation(stored), at } if *stored == tensor => {
                 Some(at.offset)
@@ -414,8 +413,8 @@ impl Program {
         let (rows, classes) = (self.plan.picture_count(tensor), head.own_classes().len());
         let chunk_classes = self.plan.chunk_classes();
         let mut values = vec![0f32; rows * self.plan.chunk_count() * chunk_classes];
-        read_as_float(&self.arena, offset.unwrap_or(0), self.plan.dtype, &mut values)?;
-        let bias = self.with_facts(|facts| facts.head_bias());
+        read_as_float(self.buffer(Region::Arena), offset.unwrap_or(0), self.plan.dtype, &mut values)?;
+        let bias = self.facts().head_bias();
         let mut biases = vec![0f32; classes];
         if !bias.is_none() {
             self.state.weights.read(bias.offset, &mut biases)?;
@@ -433,10 +432,10 @@ impl Program {
     }
 
     /// Reads the logits of the first `pictures` pictures of the latest evaluated micro-batch.
-    pub(super) fn read_logits(&mut self, pictures: usize) -> Result<Vec<f32>, CudaError> {
+    pub(super) fn read_logits(&self, pictures: usize) -> Result<Vec<f32>, CudaError> {
         self.main_stream.0.synchronize()?;
         let mut logits = vec![0f32; pictures * self.plan.network.classes];
-        self.evaluated_logits.read(0, &mut logits)?;
+        self.buffer(Region::EvaluatedLogits).read(0, &mut logits)?;
         Ok(logits)
     }
 }

@@ -14,11 +14,11 @@
 use super::{
     CudaEngine, PendingStep,
     device::{Buffer, OwnedStream, Pinned},
-    error::CudaError,
+    error::{CudaError, Result},
     state::Scaler,
 };
 use crate::{EngineError, StepResult};
-use bytemuck::{AnyBitPattern, Zeroable};
+use bytemuck::AnyBitPattern;
 use std::{
     mem::{size_of, take},
     sync::atomic::{Ordering, fence},
@@ -28,7 +28,6 @@ use std::{
 /// Time limit for GPU work that depends on no other rank: an update, or the beginning of a step. Agents end ranks some seconds after
 /// another rank is lost.
 const RECOVERY_LIMIT: Duration = Duration::from_secs(2);
-/// Interval between polls of the GPU.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// A stream that reads GPU memory while other streams wait. It is created in advance, because its creation may wait for the GPU.
@@ -39,7 +38,7 @@ pub(super) struct RecoveryStream {
 
 impl RecoveryStream {
     /// Creates a stream that can read at most `bytes` bytes at a time.
-    pub(super) fn new(bytes: usize) -> Result<Self, CudaError> {
+    pub(super) fn new(bytes: usize) -> Result<Self> {
         Ok(Self {
             stream: OwnedStream::with_highest_priority()?,
             staging: Pinned::new(bytes.max(size_of::<Scaler>()))?,
@@ -47,12 +46,7 @@ impl RecoveryStream {
     }
 
     /// Reads the first `count` values of a buffer.
-    fn read<T: AnyBitPattern + Zeroable + Copy>(
-        &mut self,
-        from: &Buffer,
-        count: usize,
-        deadline: Instant,
-    ) -> Result<Vec<T>, CudaError> {
+    fn read<T: AnyBitPattern>(&mut self, from: &Buffer, count: usize, deadline: Instant) -> Result<Vec<T>> {
         self.stream.0.download(&mut self.staging, from, count * size_of::<T>())?;
         wait(deadline, "a copy to the host", || self.stream.0.is_idle())?;
         Ok((0..count).map(|index| self.staging.read(index * size_of::<T>())).collect())
@@ -60,11 +54,7 @@ impl RecoveryStream {
 }
 
 /// Waits until `is_done` returns true. Fails after `deadline`; `what` is the awaited work, for the error.
-fn wait(
-    deadline: Instant,
-    what: &'static str,
-    mut is_done: impl FnMut() -> Result<bool, CudaError>,
-) -> Result<(), CudaError> {
+fn wait(deadline: Instant, what: &'static str, mut is_done: impl FnMut() -> Result<bool>) -> Result {
     while !is_done()? {
         if Instant::now() > deadline {
             return Err(CudaError::Hung { secs: RECOVERY_LIMIT.as_secs_f64(), what });
@@ -110,18 +100,18 @@ impl CudaEngine {
     }
 
     /// Whether an update may be under way. If updates are frozen, this stays false once it is false.
-    pub(super) fn is_updating(&mut self, deadline: Instant) -> Result<bool, CudaError> {
+    pub(super) fn is_updating(&mut self, deadline: Instant) -> Result<bool> {
         let scaler: Vec<Scaler> = self.recovery_stream.read(&self.program.state.scaler, 1, deadline)?;
         Ok(scaler.iter().any(|scaler| scaler.updating != 0))
     }
 
     /// Number of steps that the GPU has finished, modulo 2^32.
-    fn finished_steps(&mut self, deadline: Instant) -> Result<u32, CudaError> {
+    fn finished_steps(&mut self, deadline: Instant) -> Result<u32> {
         Ok(self.recovery_stream.read(&self.program.results.counter, 1, deadline)?[0])
     }
 
     /// Waits until the state has the running statistics after the last of the `finished_steps`.
-    fn recover_statistics(&mut self, finished_steps: u32, deadline: Instant) -> Result<(), CudaError> {
+    fn recover_statistics(&mut self, finished_steps: u32, deadline: Instant) -> Result {
         if self.started_steps == finished_steps {
             let main = self.program.main_stream.0;
             return wait(deadline, "the started steps", || main.is_idle());

@@ -5,21 +5,22 @@
 
 use super::{
     command::{Collective, Group, Region},
-    device::{Buffer, Device, Event, OwnedStream, Pinned, Ptr, Stream},
+    device::{Buffer, Device, OwnedStream, Pinned, Ptr, Stream},
     dtype::DType,
     groups::Groups,
     statistics::Statistics,
 };
 use crate::{DeviceConfig, EngineError};
+use bytemuck::{Pod, Zeroable};
 use lockstep_comm::{
     CommError, DataType, Exchange, ProcessGroup, first_differing_rank,
     nccl::Nccl,
     peers::{MAX_PEERS, Peers},
 };
-use std::sync::Arc;
+use std::{collections::HashMap, sync::Arc};
 
 /// The addresses of all ranks' exchange buffers for kernels: `Peers` in `peers.cu`.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 struct Table {
     rank: u32,
@@ -28,87 +29,71 @@ struct Table {
     abort: u64,
 }
 
-// SAFETY: integers without padding.
-unsafe impl bytemuck::Zeroable for Table {}
-// SAFETY: as above.
-unsafe impl bytemuck::Pod for Table {}
-
-/// Memory for batch norm's sums.
-enum Memory {
-    /// Each rank has its own statistics.
-    None,
-    Peers {
-        _peers: Box<Peers>,
-        table: Buffer,
-        sequences: Buffer,
-    },
-    Nccl {
-        sums: Buffer,
-        /// Why statistics do not use peer memory.
-        reason: String,
-    },
-}
-
 /// The connections between the GPUs of all ranks.
 pub(super) struct Reducer {
     /// The communicators of the groups with several ranks. `World` has the ranks of this rank's stage. `Data` exists only if ranks share
     /// the network.
     communicators: Vec<(Group, Arc<Nccl>)>,
     pub(super) statistics: Statistics,
-    memory: Memory,
+    /// Why statistics go through NCCL, if they do.
+    why_nccl: String,
+    /// Keeps the memory of all ranks open, if statistics go through peer memory.
+    _peers: Option<Peers>,
+    /// Memory for batch norm's sums.
+    pub(super) buffers: HashMap<Region, Buffer>,
     /// A `u32` that ends all waits of kernels for other ranks if set.
     abort_flag: Pinned,
     /// The stream on which gradients are reduced, concurrently with the backward pass.
     pub(super) stream: OwnedStream,
-    /// For each bucket of matrices, and last for all vectors: recorded when the gradients are complete.
-    pub(super) ready: Vec<Event>,
-    /// Recorded when all reductions are done.
-    pub(super) done: Event,
 }
 
 impl Reducer {
     /// Connects the GPUs of the ranks of `comm`, which are all ranks of this rank's stage, and of `groups`. If `splits_operators`, ranks
-    /// exchange activations between kernels. `buckets` is the number of buckets of gradients. `gradients` describes the gradients, and must
-    /// be equal on all ranks of `comm`. `synced_channels` has the number of channels of each batch norm; `None` if statistics are not
-    /// synchronised.
-    #[allow(clippy::too_many_arguments)] // All inputs of the connections.
+    /// exchange activations between kernels. `gradients` describes the gradients, and must be equal on all ranks of `comm`.
+    /// `synced_channels` has the number of channels of each batch norm; `None` if statistics are not synchronised.
     pub(super) fn new(
         device: &Device,
         gpu: &DeviceConfig,
         comm: &dyn ProcessGroup,
         groups: Option<&Groups>,
         splits_operators: bool,
-        buckets: usize,
         gradients: &str,
         synced_channels: Option<&[usize]>,
     ) -> Result<Self, EngineError> {
         // If `comm` is a subgroup of the job's ranks, only its ranks take part in the rendezvous.
         let rendezvous = Exchange::of(comm, gpu.store.as_deref());
         let name = |what: &str| format!("{what}/{}", gpu.generation);
-        let connect = || Nccl::connect(rendezvous, &name("gradients"), gpu.ordinal, comm.timeout());
-        let nccl = (comm.size() > 1).then(connect).transpose()?;
-        let connect_group = |group: Option<&Arc<dyn ProcessGroup>>, what: &str| {
-            let connect = |group: &Arc<dyn ProcessGroup>| {
-                let rendezvous = Exchange::Group(group.as_ref());
-                Nccl::connect(rendezvous, &name(what), gpu.ordinal, comm.timeout())
-            };
-            group.filter(|group| group.size() > 1).map(connect).transpose()
+        let connect = |rendezvous: Exchange<'_>, what: &str| {
+            Nccl::connect(rendezvous, &name(what), gpu.ordinal, comm.timeout())
         };
-        let model = connect_group(groups.map(|groups| &groups.model), "model")?;
-        let height = connect_group(groups.map(|groups| &groups.height), "height")?;
-        let stage = connect_group(groups.map(|groups| &groups.stage), "stage")?;
-        let exchanges_between_kernels = splits_operators || height.is_some() || stage.is_some();
-        // If each rank has the whole network, the data group has all ranks, like `nccl`.
-        let data = connect_group(
-            groups.filter(|groups| groups.model.size() > 1).map(|groups| &groups.data),
-            "data",
-        )?;
+        let mut communicators = Vec::new();
+        if comm.size() > 1 {
+            communicators.push((Group::World, connect(rendezvous, "gradients")?));
+        }
+        if let Some(Groups { model, height, data, stage }) = groups {
+            for (group, ranks, what) in [
+                (Group::Model, model, "model"),
+                (Group::Height, height, "height"),
+                (Group::Stage, stage, "stage"),
+                (Group::Data, data, "data"),
+            ] {
+                // If each rank has the whole network, the data group has the ranks of `World`.
+                let is_world = group == Group::Data && model.size() == 1;
+                if ranks.size() > 1 && !is_world {
+                    communicators.push((group, connect(Exchange::Group(ranks.as_ref()), what)?));
+                }
+            }
+        }
+        let has_group = |group: Group| communicators.iter().any(|(other, _)| *other == group);
+        let exchanges_between_kernels =
+            splits_operators || has_group(Group::Height) || has_group(Group::Stage);
         device.bind()?;
         let abort_flag = Pinned::new(256)?;
         let world = comm.size() as usize;
-        let (statistics, memory) = match synced_channels {
-            None if exchanges_between_kernels => (Statistics::LocalWithExchanges, Memory::None),
-            None => (Statistics::Local, Memory::None),
+        let (mut why_nccl, mut opened_peers, mut buffers) = (String::new(), None, HashMap::new());
+        let statistics = match synced_channels {
+            None if exchanges_between_kernels => Statistics::LocalWithExchanges,
+            None => Statistics::Local,
             Some(channels) => {
                 let (statistics, exchange_bytes, sequence_bytes) = Statistics::peer_memory(channels, world);
                 let permission = if exchanges_between_kernels {
@@ -129,13 +114,16 @@ impl Reducer {
                             data: peers.data,
                             abort: abort_flag.device,
                         };
-                        let table = device.upload(&[table])?;
-                        let sequences = device.zeros(sequence_bytes)?;
-                        (statistics, Memory::Peers { _peers: Box::new(peers), table, sequences })
+                        buffers.insert(Region::PeerTable, device.upload(&[table])?);
+                        buffers.insert(Region::PeerSequences, device.zeros(sequence_bytes)?);
+                        opened_peers = Some(peers);
+                        statistics
                     }
                     Err(reason) => {
                         let max_channels = channels.iter().max().copied().unwrap_or(1);
-                        (Statistics::Nccl, Memory::Nccl { sums: device.zeros(4 * 2 * max_channels)?, reason })
+                        buffers.insert(Region::StatisticsSums, device.zeros(4 * 2 * max_channels)?);
+                        why_nccl = reason;
+                        Statistics::Nccl
                     }
                 }
             }
@@ -149,35 +137,15 @@ impl Reducer {
                  on all machines"
             )));
         }
-        let communicators = [
-            (Group::World, nccl),
-            (Group::Model, model),
-            (Group::Data, data),
-            (Group::Height, height),
-            (Group::Stage, stage),
-        ];
         Ok(Self {
-            communicators: communicators
-                .into_iter()
-                .filter_map(|(group, nccl)| Some((group, nccl?)))
-                .collect(),
+            communicators,
             statistics,
-            memory,
+            why_nccl,
+            _peers: opened_peers,
+            buffers,
             abort_flag,
             stream: OwnedStream::with_highest_priority()?,
-            ready: (0..=buckets).map(|_| Event::new()).collect::<Result<_, _>>()?,
-            done: Event::new()?,
         })
-    }
-
-    /// Address of a region for exchanges between ranks, if it exists.
-    pub(super) fn address(&self, region: Region) -> Option<Ptr> {
-        match (region, &self.memory) {
-            (Region::PeerTable, Memory::Peers { table, .. }) => Some(table.ptr),
-            (Region::PeerSequences, Memory::Peers { sequences, .. }) => Some(sequences.ptr),
-            (Region::StatisticsSums, Memory::Nccl { sums, .. }) => Some(sums.ptr),
-            _ => None,
-        }
     }
 
     /// Starts a collective. `count` is as in `command::Command::Collective`.
@@ -190,8 +158,7 @@ impl Reducer {
         dtype: DataType,
     ) -> Result<(), EngineError> {
         let (nccl, stream) = (self.communicator(group)?, stream.0);
-        // SAFETY: ranges of buffers of this engine, which outlive the stream's work. `command::verify` has checked
-        // their lengths.
+        // SAFETY: ranges of buffers of this engine, which outlive the stream's work. `command::verify` has checked their lengths.
         Ok(unsafe {
             match kind {
                 Collective::AllReduce => nccl.all_reduce(to, count, dtype, stream),
@@ -238,23 +205,20 @@ impl Reducer {
         let stages = if stages.is_empty() { String::new() } else { format!("{stages}; ") };
         let split = if self.has_group(Group::Model) { "the network is split over ranks; " } else { "" };
         let rows = if self.has_group(Group::Height) { "ranks share the rows of pictures; " } else { "" };
-        let reductions = match &self.memory {
-            Memory::None => {
-                String::from("gradients go through NCCL; each rank has its own batch norm statistics")
+        let reductions = match &self.statistics {
+            Statistics::Local | Statistics::LocalWithExchanges => {
+                "gradients go through NCCL; each rank has its own batch norm statistics"
             }
-            Memory::Peers { .. } => {
-                "gradients go through NCCL, batch norm's statistics through the GPUs' memory".into()
+            Statistics::PeerMemory(_) => {
+                "gradients go through NCCL, batch norm's statistics through the GPUs' memory"
             }
-            Memory::Nccl { reason, .. } => {
-                format!(
-                    "gradients and batch norm's statistics go through NCCL, which is slower for statistics: {reason}"
-                )
+            Statistics::Nccl => {
+                "gradients and batch norm's statistics go through NCCL, which is slower for statistics: "
             }
         };
-        format!("{stages}{rows}{split}{reductions}")
+        format!("{stages}{rows}{split}{reductions}{}", self.why_nccl)
     }
 
-    /// Checks for asynchronous NCCL errors.
     pub(super) fn check_errors(&self) -> Result<(), CommError> {
         self.communicators.iter().try_for_each(|(_, nccl)| nccl.async_error())
     }

@@ -1,13 +1,11 @@
-//! Ring buffers in page-locked memory, through which the host sends control blocks to the GPU and receives results
-//! without driver calls.
-
-#![allow(unsafe_code)] // `Control` and `Record` are declared `bytemuck::Pod`, so that they can be copied as bytes.
+//! Ring buffers in page-locked memory, through which the host sends control blocks to the GPU and receives results without driver calls.
 
 use super::{
     command::{Operand, Region},
     device::{Buffer, Device, Pinned},
-    error::CudaError,
+    error::Result,
 };
+use bytemuck::{Pod, Zeroable};
 use lockstep_data::loader::{Batch, MixParams};
 use std::ops::Range;
 
@@ -22,7 +20,7 @@ const _: () = assert!(SLOTS.is_power_of_two() && RESULTS.is_power_of_two());
 
 /// A micro-batch's inputs; `Control` in `numbers.cu`. In memory, four arrays over the pictures follow: index in
 /// the dataset, augmentation parameters, label, and label of the picture that is mixed in.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Control {
     /// Number of real pictures. The remaining pictures of the batch are padding.
@@ -57,23 +55,17 @@ impl Control {
     }
 }
 
-// SAFETY: numbers without padding.
-unsafe impl bytemuck::Zeroable for Control {}
-// SAFETY: as above.
-unsafe impl bytemuck::Pod for Control {}
-
 /// Number of `u32` words of a [`Control`].
 const CONTROL_WORDS: usize = size_of::<Control>() / 4;
 
 /// Results of a step; `Result` in `step.cu`.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Record {
     /// The step's number, from 1; written last.
     pub(super) sequence: u32,
     /// Sum of the losses of this rank's pictures.
     pub(super) loss_sum: f32,
-    /// Number of correct predictions.
     pub(super) correct: u32,
     /// Number of this rank's pictures.
     pub(super) samples: u32,
@@ -86,11 +78,6 @@ pub(super) struct Record {
     /// GPU clock in nanoseconds at: begin, end of backward, end of the reduction of gradients, end.
     pub(super) stamps: [u64; 4],
 }
-
-// SAFETY: numbers without padding.
-unsafe impl bytemuck::Zeroable for Record {}
-// SAFETY: as above.
-unsafe impl bytemuck::Pod for Record {}
 
 /// The ring of control blocks.
 pub(super) struct Inputs {
@@ -108,11 +95,7 @@ pub(super) struct Inputs {
 }
 
 impl Inputs {
-    pub(super) fn new(
-        device: &Device,
-        batch: usize,
-        micro_batches_in_flight: usize,
-    ) -> Result<Self, CudaError> {
+    pub(super) fn new(device: &Device, batch: usize, micro_batches_in_flight: usize) -> Result<Self> {
         let bytes = 4 * Self::control_words(batch);
         Ok(Self {
             ring: Pinned::new(SLOTS * bytes)?,
@@ -159,7 +142,7 @@ pub(super) struct Results {
 }
 
 impl Results {
-    pub(super) fn new(device: &Device) -> Result<Self, CudaError> {
+    pub(super) fn new(device: &Device) -> Result<Self> {
         Ok(Self {
             ring: Pinned::new(RESULTS * size_of::<Record>())?,
             counter: device.zeros(256)?,

@@ -1,12 +1,10 @@
 //! The training state on the GPU: weights, optimizer state and batch norm's running statistics.
 
-#![allow(unsafe_code)] // `Scaler` is declared `bytemuck::Pod`, so that it can be copied as bytes.
-
 use super::{
     command::{Kernel, Operand, Region, UPDATING},
     device::{Buffer, Device, Pinned, Ptr},
     dtype::DType,
-    error::CudaError,
+    error::Result,
     layout::Layout,
     ops::Ops,
     planes::{from_planes, to_planes},
@@ -16,12 +14,13 @@ use crate::{
     EngineError, LossScaling, Optimizer, OptimizerState,
     sharding::{Share, saving_in_words},
 };
+use bytemuck::{Pod, Zeroable};
 use lockstep_comm::ProcessGroup;
 use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
 use std::{mem::offset_of, ops::Range};
 
 /// Loss scaling, and the state of the latest step's gradients and update. The same layout as `Scaler` in `optimizer.cu`.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Scaler {
     /// Loss scale of the next step.
@@ -36,11 +35,9 @@ pub(super) struct Scaler {
     pub(super) inverse: f32,
     /// Whether the latest step's update is applied.
     pub(super) apply: u32,
-    /// Number of the optimizer's updates.
     pub(super) updates: u32,
     /// Whether the latest step's update was refused because [`State::held`] was set.
     pub(super) refused: u32,
-    /// Whether an update may be under way.
     pub(super) updating: u32,
     pub(super) pad: u32,
     /// Device address of [`State::held`].
@@ -49,11 +46,6 @@ pub(super) struct Scaler {
 
 const _: () = assert!(UPDATING.offset == offset_of!(Scaler, updating));
 const _: () = assert!(offset_of!(Scaler, held) == 40 && size_of::<Scaler>() == 48);
-
-// SAFETY: numbers without padding.
-unsafe impl bytemuck::Zeroable for Scaler {}
-// SAFETY: as above.
-unsafe impl bytemuck::Pod for Scaler {}
 
 /// A value that is never a number of finished steps.
 const NO_STEP: u32 = u32::MAX;
@@ -70,8 +62,7 @@ pub(super) struct State {
     pub(super) optimizer_slots: Vec<Buffer>,
     /// This rank among the ranks that divide the optimizer's state. `None` if each rank has the whole state.
     pub(super) share: Option<Share>,
-    /// The matrices in the format of the computation, except those in planes. `None` with float32, where the weights
-    /// themselves are used.
+    /// The matrices in the format of the computation, except those in planes. `None` with float32, where the weights themselves are used.
     low_precision: Option<Buffer>,
     /// Running mean and variance of every batch norm.
     running_values: Buffer,
@@ -102,7 +93,7 @@ impl State {
         first_scale: f32,
         optimizer: Optimizer,
         statistics_copy_blocks: u32,
-    ) -> Result<Self, CudaError> {
+    ) -> Result<Self> {
         let slot_len = match share {
             None => layout.len,
             Some(share) => layout.own_ranges(share).map(|own| own.len()).sum(),
@@ -113,7 +104,7 @@ impl State {
             _ => Some(device.zeros((layout.matrix_len - planar_len) * dtype.size())?),
         };
         let held = Pinned::new(size_of::<u32>())?;
-        let scaler = Scaler { scale: first_scale, held: held.device, ..bytemuck::Zeroable::zeroed() };
+        let scaler = Scaler { scale: first_scale, held: held.device, ..Zeroable::zeroed() };
         Ok(Self {
             weights: device.zeros(4 * layout.len)?,
             optimizer,
@@ -165,7 +156,7 @@ impl State {
         self.read_tensors(&self.read_weights()?, running)
     }
 
-    fn read_weights(&self) -> Result<Vec<f32>, CudaError> {
+    fn read_weights(&self) -> Result<Vec<f32>> {
         let mut weights = vec![0f32; self.layout.len];
         let (planar, others) = weights.split_at_mut(self.planar_len);
         let piece_len = self.layout.piece_len();
@@ -182,7 +173,7 @@ impl State {
 
     /// Writes `weights` to the values from index `at` on. These values must be either all in planes or all outside planes. `staging` is
     /// used only for planes.
-    fn write_weights(&self, staging: &mut Pinned, at: usize, weights: &[f32]) -> Result<(), CudaError> {
+    fn write_weights(&self, staging: &mut Pinned, at: usize, weights: &[f32]) -> Result {
         if at >= self.planar_len {
             return self.weights.write_at(4 * at, weights);
         }
@@ -199,7 +190,7 @@ impl State {
     }
 
     /// Page-locked memory for a piece of the weights, from which the GPU copies several times as fast as from other memory.
-    fn staging(&self) -> Result<Pinned, CudaError> {
+    fn staging(&self) -> Result<Pinned> {
         Pinned::new(4 * self.layout.piece_len())
     }
 
@@ -245,7 +236,7 @@ impl State {
         ops: &Ops,
         decay: f64,
         step: u32,
-    ) -> Result<Vec<Kernel>, CudaError> {
+    ) -> Result<Vec<Kernel>> {
         let is_first = self.average.is_none();
         if is_first {
             self.allocate_average(device)?;
@@ -269,7 +260,7 @@ impl State {
         Ok(kernels)
     }
 
-    fn allocate_average(&mut self, device: &Device) -> Result<(), CudaError> {
+    fn allocate_average(&mut self, device: &Device) -> Result {
         let [weights, running] =
             [&self.weights, &self.running_values].map(|buffer| device.zeros(buffer.bytes));
         self.average = Some([weights?, running?]);
@@ -323,11 +314,11 @@ impl State {
         self.running_layouts.iter().any(|norm| norm.is_split)
     }
 
-    pub(super) fn read_statistics(&self) -> Result<Vec<f32>, CudaError> {
+    pub(super) fn read_statistics(&self) -> Result<Vec<f32>> {
         read_floats(&self.running_values)
     }
 
-    pub(super) fn write_statistics(&self, statistics: &[f32]) -> Result<(), CudaError> {
+    pub(super) fn write_statistics(&self, statistics: &[f32]) -> Result {
         self.running_values.write(statistics)
     }
 
@@ -351,19 +342,18 @@ impl State {
         self.low_precision.is_some().then(|| ops.convert_to_low_precision(weights, low_precision, length))
     }
 
-    /// Loss scaling of the next step.
-    pub(super) fn loss_scaling(&self) -> Result<LossScaling, CudaError> {
+    pub(super) fn loss_scaling(&self) -> Result<LossScaling> {
         let scaler = self.read_scaler()?;
         Ok(LossScaling { scale: scaler.scale, growth_tracker: scaler.good_steps })
     }
 
-    pub(super) fn set_loss_scaling(&mut self, scaling: LossScaling) -> Result<(), CudaError> {
+    pub(super) fn set_loss_scaling(&mut self, scaling: LossScaling) -> Result {
         let scaler = self.read_scaler()?;
         self.scaler.write(&[Scaler { scale: scaling.scale, good_steps: scaling.growth_tracker, ..scaler }])
     }
 
-    pub(super) fn read_scaler(&self) -> Result<Scaler, CudaError> {
-        let mut scaler: [Scaler; 1] = bytemuck::Zeroable::zeroed();
+    pub(super) fn read_scaler(&self) -> Result<Scaler> {
+        let mut scaler: [Scaler; 1] = Zeroable::zeroed();
         self.scaler.read(0, &mut scaler)?;
         Ok(scaler[0])
     }
@@ -398,8 +388,7 @@ impl State {
         ops.add_checksum(weights, values.len() as u64, Operand::new(Region::CheckResult, 0, 8))
     }
 
-    /// A phrase for the log that says how much memory the sharding of the optimizer's state saves. Empty without
-    /// sharding.
+    /// A phrase for the log that says how much memory the sharding of the optimizer's state saves. Empty without sharding.
     pub(super) fn memory_saving_text(&self) -> String {
         let own: usize = self.optimizer_slots.iter().map(|slot| slot.bytes).sum();
         self.share.map_or_else(String::new, |share| format!("; {}", saving_in_words(own, own * share.ranks)))
@@ -474,7 +463,7 @@ impl State {
 }
 
 /// Copies all float32 values of a buffer to the host.
-fn read_floats(buffer: &Buffer) -> Result<Vec<f32>, CudaError> {
+fn read_floats(buffer: &Buffer) -> Result<Vec<f32>> {
     let mut values = vec![0f32; buffer.bytes / 4];
     buffer.read(0, &mut values)?;
     Ok(values)

@@ -5,7 +5,6 @@ use super::{
     ops::Reduce,
 };
 
-/// A pass of a batch norm.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum NormPass {
     Forward,
@@ -45,17 +44,13 @@ impl Statistics {
                 offset: offset as u64,
                 sequence: Operand::new(Region::PeerSequences, sequence, bytes),
             };
-            offset += Self::slot_bytes(channels, world);
+            // Two alternating copies of each rank's two sums per channel, 8 bytes each (`peers.cu`).
+            offset += (2 * world * 2 * channels * 8).next_multiple_of(256);
             sequence += bytes;
             slot
         };
         let slots = channels.iter().map(|c| [next_slot(*c), next_slot(*c)]).collect();
         (Self::PeerMemory(slots), offset, sequence)
-    }
-
-    /// Bytes of a slot in an exchange buffer: two alternating copies of each rank's two sums per channel, 8 bytes each (`peers.cu`).
-    fn slot_bytes(channels: usize, world: usize) -> usize {
-        (2 * world * 2 * channels * 8).next_multiple_of(256)
     }
 
     /// How the sums of the batch norm with index `norm` and `channels` channels are reduced.
@@ -72,14 +67,13 @@ impl Statistics {
         }
     }
 
-    /// Whether kernels wait for other ranks.
     pub(super) fn kernels_wait_for_ranks(&self) -> bool {
         matches!(self, Statistics::PeerMemory(_))
     }
 
     /// Whether gradients are sent from the main stream, because ranks also use NCCL between the main stream's kernels. Two streams must not
     /// use one group of ranks at the same time, nor two groups that wait for each other's ranks.
-    pub(super) fn uses_main_stream(&self) -> bool {
+    pub(super) fn reduces_gradients_on_main_stream(&self) -> bool {
         matches!(self, Statistics::Nccl | Statistics::LocalWithExchanges)
     }
 }

@@ -1,11 +1,8 @@
 //! Sends micro-batches to the GPU and receives the results of steps.
 
 use super::{ops::GatherMode, *};
-use crate::plan::Pass;
 use std::time::Instant;
 
-/// The input of passes that read no pictures: all backward passes, and the forward passes of all stages but the first.
-const NO_PICTURES: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
 /// How long to wait for the ring to detect an ended rank, after NCCL has reported a failure.
 const RING_DETECTION_LIMIT: Duration = Duration::from_secs(1);
 
@@ -34,22 +31,17 @@ impl CudaEngine {
         gradient_scale: f64,
         lr: f32,
     ) -> Result<(), EngineError> {
-        let (stage, stages) = self.program.network().stage();
-        let mut sends_gradient = false;
-        for pass in plan::schedule(stage, stages, parts.len()) {
-            let (Pass::Forward(number) | Pass::Backward(number)) = pass;
-            let is_backward = pass == Pass::Backward(number);
+        let memory_parts = self.program.micro_batches_in_flight;
+        for (number, pass) in StagePass::schedule(self.program.network().stage(), parts.len(), memory_parts) {
             let (mut phase, control) = self.micro_batch(&parts[number], gradient_scale, lr);
             if let Phase::Train(micro_batch) = &mut phase {
-                let memory_part = number % self.program.micro_batches_in_flight;
-                micro_batch.pass = Some(StagePass { is_backward, memory_part, sends_gradient });
+                micro_batch.pass = Some(pass);
             }
-            if is_backward {
-                self.launch(phase, NO_PICTURES)?;
+            if pass.is_backward {
+                self.launch(phase, Input::NONE)?;
             } else {
                 self.run(phase, control, parts[number].batch)?;
             }
-            sends_gradient = is_backward && stage > 0;
         }
         Ok(())
     }
@@ -106,7 +98,7 @@ impl CudaEngine {
     /// Copies the pictures of `batch` to the GPU, unless they are there already, and returns their location.
     pub(super) fn send_pictures(&mut self, phase: Phase, batch: &Batch) -> Result<Input, EngineError> {
         if self.program.network().stage().0 > 0 {
-            return Ok(NO_PICTURES);
+            return Ok(Input::NONE);
         }
         let has_pixels = batch.augment_params.len() != batch.labels.len();
         if let Some(data) = &self.dataset
@@ -124,7 +116,7 @@ impl CudaEngine {
         }
         let format = if batch.bytes.is_empty() { BatchFormat::Normalised } else { BatchFormat::Bytes };
         // A batch without pictures fits into a buffer for either format.
-        if self.staging.as_ref().is_none_or(|s| s.format() != format && !batch.labels.is_empty()) {
+        if self.staging.as_ref().is_none_or(|s| s.format != format && !batch.labels.is_empty()) {
             let values = self.config.batch_size * self.program.max_picture_values();
             self.device.synchronize()?;
             self.graphs.clear();
@@ -142,7 +134,7 @@ impl CudaEngine {
             );
         };
         staging.send(self.program.main_stream.0, batch)?;
-        Ok(Input::Staged { at: staging.input.ptr, format: staging.format() })
+        Ok(Input::Staged { at: staging.input.ptr, format: staging.format })
     }
 
     /// If the host is ahead of the GPU by more than [`MAX_STEPS_AHEAD`] steps: waits for the oldest of them and returns its result.
@@ -169,8 +161,7 @@ impl CudaEngine {
         }
         let [begin, backward, reduced, end] = record.stamps;
         let divisor = divisor.map_or(record.samples as f32, |divisor| divisor as f32);
-        // While steps directly follow each other, the duration of a step is the time between their ends, which includes waits for
-        // the host.
+        // While steps directly follow each other, the duration of a step is the time between their ends, which includes waits for the host.
         let step_begin = self.last_end.unwrap_or(begin);
         self.last_end = Some(end);
         Ok(Some(StepResult {

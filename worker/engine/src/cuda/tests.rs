@@ -13,7 +13,7 @@ use lockstep_kernels::synthetic::{labels, values};
 use lockstep_protocol::spec::{
     Arch, DataSpec, ImageSize, LossKind, LossScale, LossSpec, ModelSpec, Precision, SizeFrom, Stem,
 };
-use std::{path::PathBuf, sync::Arc};
+use std::{fmt::Display, path::PathBuf, sync::Arc};
 
 mod cifarnet;
 mod data;
@@ -39,7 +39,11 @@ pub(super) use networks::operations;
 use runs::losses;
 
 fn network(arch: Arch, stem: Stem, side: usize) -> Arc<Network> {
-    Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, 10).unwrap())
+    network_of(arch, stem, side, 3)
+}
+
+fn network_of(arch: Arch, stem: Stem, side: usize, channels: usize) -> Arc<Network> {
+    Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, channels, 10).unwrap())
 }
 
 /// One residual block and a linear layer. With the weights of [`initial`], the inputs of ReLUs are far from zero, so rounding
@@ -148,6 +152,24 @@ fn pictures(network: &Network, count: usize, number: usize) -> Batch {
         indices: (0..count as u64).collect(),
         ..Batch::default()
     }
+}
+
+/// The first `size` pictures of a validation.
+fn validation_batch(data: &DataSource, size: usize) -> Batch {
+    let (rank, world_size, threads) = (0, 1, 1);
+    data.validation(rank, world_size, size, threads).next().unwrap().unwrap()
+}
+
+/// Fails unless the difference of `actual` from `expected` is less than `bound` times `expected`, a positive number.
+#[track_caller]
+fn assert_near(actual: impl Into<f64>, expected: impl Into<f64>, bound: f64, case: impl Display) {
+    let (actual, expected) = (actual.into(), expected.into());
+    assert!((actual - expected).abs() < bound * expected, "{case}: {actual} instead of {expected}");
+}
+
+/// The largest difference of a loss from the expected loss, relative to the expected loss.
+fn worst_loss(actual: &[f32], expected: &[f32]) -> f32 {
+    actual.iter().zip(expected).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max)
 }
 
 /// The sum of squares.
@@ -322,11 +344,8 @@ fn gpu_a_step_of_every_kind_has_a_loss() {
             let mut engine = cuda(&network, &config, precision);
             let step = engine.train_step(std::slice::from_ref(&batch), 0.1).unwrap();
             let evaluated = engine.eval_step(&batch).unwrap();
-            assert!(
-                step.loss.is_finite() && evaluated.loss_sum.is_finite(),
-                "{precision:?} {}",
-                network.arch
-            );
+            let is_finite = step.loss.is_finite() && evaluated.loss_sum.is_finite();
+            assert!(is_finite, "{precision:?} {}", network.arch);
         }
     }
 }
@@ -366,29 +385,18 @@ fn gpu_ragged_batches_and_micro_batches_match_the_cpu_engine() {
         let part = [&batches[..2], &batches[..], &batches[2..], &batches[..]][step];
         let (expected, actual) = (cpu.train_step(part, 0.02).unwrap(), gpu.train_step(part, 0.02).unwrap());
         assert_eq!((actual.samples, actual.correct), (expected.samples, expected.correct), "step {step}");
-        assert!(
-            (actual.loss - expected.loss).abs() < 1e-3 * expected.loss,
-            "step {step}: {actual:?} / {expected:?}"
-        );
-        assert!(
-            (actual.grad_norm - expected.grad_norm).abs() < 1e-2 * expected.grad_norm,
-            "{actual:?} / {expected:?}"
-        );
+        assert_near(actual.loss, expected.loss, 1e-3, format_args!("loss of step {step}"));
+        assert_near(actual.grad_norm, expected.grad_norm, 1e-2, format_args!("gradient of step {step}"));
     }
     let start = initial(&network);
     let distance = relative_distance(&gpu.parameters().unwrap(), &cpu.parameters().unwrap(), &start);
     assert!(distance < 1e-2, "weights differ by {distance} of their change");
     let validation = pictures(&network, 40, 9);
     let (expected, actual) = (cpu.eval_step(&validation).unwrap(), gpu.eval_step(&validation).unwrap());
-    eprintln!("evaluation {actual:?} / {expected:?}");
-    assert!(
-        actual.samples == 40 && actual.correct.abs_diff(expected.correct) <= 1,
-        "{actual:?} / {expected:?}"
-    );
-    assert!(
-        (actual.loss_sum - expected.loss_sum).abs() < 1e-2 * expected.loss_sum,
-        "{actual:?} / {expected:?}"
-    );
+    let case = format!("evaluation {actual:?} / {expected:?}");
+    eprintln!("{case}");
+    assert!(actual.samples == 40 && actual.correct.abs_diff(expected.correct) <= 1, "{case}");
+    assert_near(actual.loss_sum, expected.loss_sum, 1e-2, case);
 }
 
 /// ArcFace and CosFace: logits, losses, correct predictions without the margin, and weights.
@@ -416,14 +424,9 @@ fn gpu_a_margin_matches_the_cpu_engine() {
         for step in 0..4 {
             let [expected, actual] =
                 [&mut cpu, &mut gpu].map(|engine| engine.train_step(&batches, 0.002).unwrap());
-            assert!(
-                (actual.loss - expected.loss).abs() < loss_bound * expected.loss,
-                "{kind:?} {step}: {actual:?} / {expected:?}"
-            );
-            assert!(
-                !is_exact || actual.correct == expected.correct,
-                "{kind:?} {step}: {actual:?} / {expected:?}"
-            );
+            let case = format!("{kind:?} {step}: {actual:?} / {expected:?}");
+            assert!(!is_exact || actual.correct == expected.correct, "{case}");
+            assert_near(actual.loss, expected.loss, loss_bound, case);
         }
         let distance =
             relative_distance(&gpu.parameters().unwrap(), &cpu.parameters().unwrap(), &initial(&network));

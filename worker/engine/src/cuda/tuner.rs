@@ -1,12 +1,11 @@
-//! Chooses cuDNN's plan for each convolution: all candidates are timed once, and the choice is cached on disk by shape, type, GPU and
-//! cuDNN version. One rank of a machine times the candidates and the others use its choices, so all jobs of a machine compute the
-//! same bits.
+//! Chooses cuDNN's plan for each convolution: all candidates are timed once, and the choice is cached on disk by shape, type, GPU and cuDNN
+//! version. One rank of a machine times the candidates and the others use its choices, so all jobs of a machine compute the same bits.
 
 use super::{
     convolution::{Convolution, Direction, Tensors},
     cudnn::{Choice, Cudnn, FALLBACK_ENGINES, FAST_ENGINES, Plan},
     device::{Buffer, Device, Event, OwnedStream, Ptr},
-    error::CudaError,
+    error::{CudaError, Result},
 };
 use lockstep_host::cache;
 use std::{
@@ -35,7 +34,6 @@ const MAX_SEARCH_TIME: Duration = Duration::from_millis(2500);
 /// Maximum wait for another rank of this machine that times candidates, which takes about ten seconds for a large network.
 const MAX_TIMING_WAIT: Duration = Duration::from_secs(60);
 
-/// Plans by convolution.
 pub(super) struct Tuner {
     pub(super) cudnn: Cudnn,
     plans: HashMap<Convolution, Plan>,
@@ -56,14 +54,13 @@ impl Tuner {
         Self { cudnn, plans: HashMap::new(), choices: choices_in(&file), file, is_deterministic }
     }
 
-    /// Whether a convolution has a plan. A convolution with sums has a plan only if the plan is faster than a separate pass for
-    /// the sums.
+    /// Whether a convolution has a plan. A convolution with sums has a plan only if the plan is faster than a separate pass for the sums.
     pub(super) fn has_plan(&self, convolution: &Convolution) -> bool {
         self.plans.contains_key(convolution)
     }
 
     /// The plan of a convolution that was passed to [`Tuner::prepare`].
-    pub(super) fn plan(&self, convolution: &Convolution) -> Result<&Plan, CudaError> {
+    pub(super) fn plan(&self, convolution: &Convolution) -> Result<&Plan> {
         self.plans
             .get(convolution)
             .ok_or_else(|| CudaError::Unsupported(format!("no plan was prepared for {convolution:?}")))
@@ -100,7 +97,7 @@ impl Tuner {
 
     /// Finds a plan for each of `convolutions`, and times candidates if no choice is cached. Only one rank of a machine times candidates,
     /// and the other ranks use its choices, because ranks with different plans would compute different last bits.
-    pub(super) fn prepare(&mut self, device: &Device, convolutions: &[Convolution]) -> Result<(), CudaError> {
+    pub(super) fn prepare(&mut self, device: &Device, convolutions: &[Convolution]) -> Result {
         if self.rebuild(convolutions).is_empty() {
             return Ok(());
         }
@@ -161,7 +158,6 @@ fn tensor_bytes(convolution: &Convolution) -> [usize; 4] {
 
 /// Memory in which plans are timed.
 struct Bench {
-    /// See [`Tuner::is_deterministic`].
     is_deterministic: bool,
     tensors: Buffer,
     workspace: Buffer,
@@ -171,7 +167,7 @@ struct Bench {
 }
 
 impl Bench {
-    fn new(device: &Device, convolutions: &[Convolution], is_deterministic: bool) -> Result<Self, CudaError> {
+    fn new(device: &Device, convolutions: &[Convolution], is_deterministic: bool) -> Result<Self> {
         let bytes =
             convolutions.iter().map(|c| tensor_bytes(c).iter().map(|b| b.next_multiple_of(256)).sum()).max();
         let tensors = device.alloc(bytes.unwrap_or(0))?;
@@ -198,7 +194,7 @@ impl Bench {
     }
 
     /// The fastest plan and its time in milliseconds.
-    fn fastest(&self, cudnn: &Cudnn, convolution: &Convolution) -> Result<(Plan, f32), CudaError> {
+    fn fastest(&self, cudnn: &Cudnn, convolution: &Convolution) -> Result<(Plan, f32)> {
         let mut best: Option<(Plan, f32)> = None;
         let mut first_error = None;
         let began = Instant::now();
@@ -228,7 +224,6 @@ impl Bench {
         })
     }
 
-    /// Addresses of a convolution's tensors.
     fn addresses(&self, convolution: &Convolution) -> Tensors<Ptr> {
         let mut offset = self.tensors.ptr;
         let [x, w, y, channel_sums] = tensor_bytes(convolution).map(|bytes| {
@@ -242,13 +237,7 @@ impl Bench {
     /// Milliseconds per run, measured over consecutive runs in a graph, because the host's launch overhead is longer than a short kernel.
     /// `best` is the time in milliseconds of the best plan so far, if there is one. A plan that is much slower is not timed in a graph.
     /// Fails for a plan that cannot be captured.
-    fn time(
-        &self,
-        cudnn: &Cudnn,
-        convolution: &Convolution,
-        plan: &Plan,
-        best: Option<f32>,
-    ) -> Result<f32, CudaError> {
+    fn time(&self, cudnn: &Cudnn, convolution: &Convolution, plan: &Plan, best: Option<f32>) -> Result<f32> {
         let stream = self.stream.0;
         let tensors = self.addresses(convolution);
         let run = || cudnn.run(stream, plan, tensors, self.workspace.ptr);
@@ -284,27 +273,20 @@ impl Bench {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::dtype::DType, *};
+    use super::*;
 
     /// The keys contain the names of the fields of `Convolution`.
     #[test]
     fn measured_choices_are_found_by_their_keys() {
         let convolution = Convolution {
             direction: Direction::Weight,
-            dtype: DType::F16,
-            batch: 32,
             in_h: 14,
             in_w: 14,
             in_c: 256,
             out_h: 14,
             out_w: 14,
             out_c: 256,
-            kernel: 3,
-            stride: 1,
-            padding: 1,
-            row_padding: 1,
-            groups: 1,
-            sums: false,
+            ..Convolution::EXAMPLE
         };
         for (file, _) in MEASURED {
             assert!(choices_in(file).contains_key(&format!("{convolution:?}")), "{file}");

@@ -2,11 +2,11 @@
 //! them in advance, during the rendezvous and while the dataset is opened, or before a job is known.
 
 use super::{
-    convolution::{Convolution, Direction},
+    convolution::Convolution,
     cudnn::{Cudnn, FAST_ENGINES},
     device::Device,
     dtype::DType,
-    error::CudaError,
+    error::{CudaError, Result},
     kernels::Kernels,
 };
 use lockstep_comm::nccl;
@@ -35,7 +35,7 @@ pub(super) struct GpuParts {
 /// The parts that were opened in advance and that no engine has taken yet.
 enum EarlyParts {
     Nothing,
-    Opening(JoinHandle<Result<GpuParts, CudaError>>),
+    Opening(JoinHandle<Result<GpuParts>>),
     Open(Box<GpuParts>),
 }
 
@@ -56,7 +56,7 @@ static EARLY_PARTS: Mutex<EarlyParts> = Mutex::new(EarlyParts::Nothing);
 pub(super) fn start_opening(ordinal: i32, ranks: u32, dtype: Option<DType>) {
     let mut early_parts = lock(&EARLY_PARTS);
     let earlier = mem::replace(&mut *early_parts, EarlyParts::Nothing);
-    let open = move || -> Result<GpuParts, CudaError> {
+    let open = move || -> Result<GpuParts> {
         libraries::check_loadable(&[Library::Driver, Library::Cudnn]).map_err(CudaError::Missing)?;
         // float16 is the format of `train.precision = "auto"`.
         let parts = open_missing(earlier.wait(), ordinal, dtype.unwrap_or(DType::F16))?;
@@ -78,7 +78,7 @@ pub(super) fn start_opening(ordinal: i32, ranks: u32, dtype: Option<DType>) {
 }
 
 /// Opens GPU `ordinal` and makes it current on the calling thread. Takes the parts that were opened in advance, and opens the rest.
-pub(super) fn open(ordinal: i32, dtype: DType) -> Result<GpuParts, CudaError> {
+pub(super) fn open(ordinal: i32, dtype: DType) -> Result<GpuParts> {
     // The lock is released before the wait for the thread.
     let earlier = mem::replace(&mut *lock(&EARLY_PARTS), EarlyParts::Nothing);
     open_missing(earlier.wait(), ordinal, dtype)
@@ -97,7 +97,7 @@ pub(super) fn is_sound() -> bool {
 }
 
 /// Opens the parts that `earlier` does not have.
-fn open_missing(earlier: Option<GpuParts>, ordinal: i32, dtype: DType) -> Result<GpuParts, CudaError> {
+fn open_missing(earlier: Option<GpuParts>, ordinal: i32, dtype: DType) -> Result<GpuParts> {
     let Some(parts) = earlier.filter(|parts| parts.ordinal == ordinal) else {
         let device = Device::open(ordinal)?;
         let (free_before, _) = device.free_and_total_bytes();
@@ -114,25 +114,8 @@ fn open_missing(earlier: Option<GpuParts>, ordinal: i32, dtype: DType) -> Result
 
 /// Makes cuDNN load the libraries of its engines, by building a plan for a convolution.
 fn load_engines(cudnn: &Cudnn) {
-    let convolution = Convolution {
-        direction: Direction::Forward,
-        dtype: DType::F16,
-        batch: 32,
-        in_h: 32,
-        in_w: 32,
-        in_c: 64,
-        out_h: 32,
-        out_w: 32,
-        out_c: 64,
-        kernel: 3,
-        stride: 1,
-        padding: 1,
-        row_padding: 1,
-        groups: 1,
-        sums: false,
-    };
     let (max_workspace_bytes, is_deterministic) = (usize::MAX, false);
-    let plans = cudnn.candidates(&convolution, max_workspace_bytes, is_deterministic, FAST_ENGINES);
+    let plans = cudnn.candidates(&Convolution::EXAMPLE, max_workspace_bytes, is_deterministic, FAST_ENGINES);
     if let Ok(mut plans) = plans {
         drop(plans.next());
     }

@@ -9,7 +9,6 @@ use std::{
 /// The name of a range: `part` of `whole`, or only `whole` if `part` is empty.
 #[derive(Debug, Clone)]
 struct Name {
-    /// Length of the range.
     bytes: usize,
     whole: String,
     part: String,

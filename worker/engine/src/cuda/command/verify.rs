@@ -16,10 +16,8 @@ use std::collections::{BTreeMap, HashMap};
 /// By stream: number of commands that are known to have completed.
 type Clock = [usize; StreamId::ALL.len()];
 
-/// Checks a list of commands. With `carries_over`, the list continues from the gradients and totals of an earlier micro-batch.
-///
-/// # Errors
-/// A command is invalid. The error names the first invalid command and the reason.
+/// Checks a list of commands. With `carries_over`, the list continues from the gradients and totals of an earlier micro-batch. The error
+/// names the first invalid command and the reason.
 pub(in crate::cuda) fn verify(commands: &[Command], carries_over: bool) -> Result<(), String> {
     let mut check = Check { carries_over, ..Check::default() };
     for (number, command) in commands.iter().enumerate() {
@@ -260,7 +258,6 @@ impl Check {
         Ok(())
     }
 
-    /// Checks that an operand in the arena is inside an allocation.
     fn check_allocated(&self, operand: Operand) -> Result<(), String> {
         let allocation = self.allocations.range(..=operand.offset).next_back();
         if operand.region == Region::Arena && allocation.is_none_or(|(_, end)| *end < operand.end()) {
@@ -292,7 +289,7 @@ impl Check {
     }
 }
 
-/// Checks that the command at `earlier`, which `accesses` the operand, is known to have completed when the command at `position` starts.
+/// Checks that the command at `earlier` is known to have completed when the command at `position` starts. `accesses` is a verb for the error.
 fn check_order(
     earlier: Option<Position>,
     position: Position,
@@ -314,19 +311,6 @@ fn is_initialised(region: Region, carries_over: bool) -> bool {
         | Region::Accumulated
         | Region::Totals
         | Region::Stamps => carries_over,
-        Region::Nowhere
-        | Region::Arena
-        | Region::Control
-        | Region::GroupControls
-        | Region::NormValues
-        | Region::ChannelSums
-        | Region::StatisticsSums
-        | Region::BucketSquares
-        | Region::SegmentSquares
-        | Region::EvaluatedLogits
-        | Region::Rates
-        | Region::Workspace
-        | Region::SideWorkspace => false,
         Region::Pictures
         | Region::Normalisation
         | Region::ClassWeights
@@ -353,5 +337,6 @@ fn is_initialised(region: Region, carries_over: bool) -> bool {
         | Region::Policies
         | Region::CheckResult
         | Region::Scratch => true,
+        _ => false,
     }
 }

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)] // The backend API is C: attributes are pointers to arrays of a stated type.
 
 use super::{Kind, Name, Type};
-use crate::cuda::error::CudaError;
+use crate::cuda::error::{CudaError, Result};
 use cudarc::cudnn::sys::{self, cudnnStatus_t};
 
 /// An owned backend descriptor.
@@ -13,7 +13,7 @@ pub(super) struct Descriptor(pub(super) sys::cudnnBackendDescriptor_t);
 unsafe impl Send for Descriptor {}
 
 impl Descriptor {
-    pub(super) fn new(kind: Kind) -> Result<Self, CudaError> {
+    pub(super) fn new(kind: Kind) -> Result<Self> {
         let mut descriptor = std::ptr::null_mut();
         // SAFETY: destroyed when this is dropped.
         check(unsafe { sys::cudnnBackendCreateDescriptor(kind, &mut descriptor) }, || {
@@ -23,7 +23,7 @@ impl Descriptor {
     }
 
     /// Sets an attribute. cuDNN copies the values.
-    pub(super) fn set<T>(&self, name: Name, kind: Type, values: &[T]) -> Result<(), CudaError> {
+    pub(super) fn set<T>(&self, name: Name, kind: Type, values: &[T]) -> Result {
         // SAFETY: the number and type of the values are as stated.
         let status = unsafe {
             sys::cudnnBackendSetAttribute(self.0, name, kind, values.len() as i64, values.as_ptr().cast())
@@ -31,13 +31,13 @@ impl Descriptor {
         check(status, || format!("setting {name:?}"))
     }
 
-    pub(super) fn set_descriptors(&self, name: Name, values: &[&Descriptor]) -> Result<(), CudaError> {
+    pub(super) fn set_descriptors(&self, name: Name, values: &[&Descriptor]) -> Result {
         let handles: Vec<_> = values.iter().map(|d| d.0).collect();
         self.set(name, Type::CUDNN_TYPE_BACKEND_DESCRIPTOR, &handles)
     }
 
     /// Reads as many values of an attribute as fit into `values`. Returns the number of values read.
-    pub(super) fn get<T>(&self, name: Name, kind: Type, values: &mut [T]) -> Result<usize, CudaError> {
+    pub(super) fn get<T>(&self, name: Name, kind: Type, values: &mut [T]) -> Result<usize> {
         let mut count = 0i64;
         // SAFETY: `values` has the stated length and type.
         let status = unsafe {
@@ -60,14 +60,14 @@ impl Descriptor {
         name: Name,
         kind: Kind,
         max_count: usize,
-    ) -> Result<Vec<Descriptor>, CudaError> {
+    ) -> Result<Vec<Descriptor>> {
         let mut all = (0..max_count).map(|_| Descriptor::new(kind)).collect::<Result<Vec<_>, _>>()?;
         let mut handles: Vec<_> = all.iter().map(|descriptor| descriptor.0).collect();
         all.truncate(self.get(name, Type::CUDNN_TYPE_BACKEND_DESCRIPTOR, &mut handles)?);
         Ok(all)
     }
 
-    pub(super) fn finalize(&self, what: &str) -> Result<(), CudaError> {
+    pub(super) fn finalize(&self, what: &str) -> Result {
         // SAFETY: the descriptor is alive.
         check(unsafe { sys::cudnnBackendFinalize(self.0) }, || format!("preparing {what}"))
     }
@@ -80,7 +80,7 @@ impl Drop for Descriptor {
     }
 }
 
-pub(super) fn check(status: cudnnStatus_t, doing: impl FnOnce() -> String) -> Result<(), CudaError> {
+pub(super) fn check(status: cudnnStatus_t, doing: impl FnOnce() -> String) -> Result {
     if status == cudnnStatus_t::CUDNN_STATUS_SUCCESS {
         return Ok(());
     }

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)] // As in `device.rs`.
 
 use super::Ptr;
-use crate::cuda::error::CudaError;
+use crate::cuda::error::{CudaError, Result};
 use cudarc::driver::{result, sys};
 use std::ptr::NonNull;
 
@@ -16,16 +16,12 @@ pub(in crate::cuda) struct Buffer {
 
 impl Buffer {
     /// Copies `values` to the beginning, synchronously.
-    pub(in crate::cuda) fn write<T: bytemuck::NoUninit>(&self, values: &[T]) -> Result<(), CudaError> {
+    pub(in crate::cuda) fn write<T: bytemuck::NoUninit>(&self, values: &[T]) -> Result {
         self.write_at(0, values)
     }
 
     /// Copies `values` to byte offset `offset`, synchronously.
-    pub(in crate::cuda) fn write_at<T: bytemuck::NoUninit>(
-        &self,
-        offset: usize,
-        values: &[T],
-    ) -> Result<(), CudaError> {
+    pub(in crate::cuda) fn write_at<T: bytemuck::NoUninit>(&self, offset: usize, values: &[T]) -> Result {
         assert!(offset + size_of_val(values) <= self.bytes, "a copy past the end of a buffer");
         // SAFETY: checked above.
         unsafe { result::memcpy_htod_sync(self.ptr + offset as u64, values) }
@@ -37,7 +33,7 @@ impl Buffer {
         &self,
         offset: usize,
         values: &mut [T],
-    ) -> Result<(), CudaError> {
+    ) -> Result {
         assert!(offset + size_of_val(values) <= self.bytes, "a copy past the end of a buffer");
         // SAFETY: checked above; any bits are a value of the type.
         unsafe { result::memcpy_dtoh_sync(values, self.ptr + offset as u64) }
@@ -52,8 +48,7 @@ impl Drop for Buffer {
     }
 }
 
-/// Page-locked host memory that the GPU can access. The host's caches hold it (it is not write-combined), so that the host reads it at
-/// full speed.
+/// Page-locked host memory that the GPU can access. It is not write-combined, so that the host reads it at full speed.
 pub(in crate::cuda) struct Pinned {
     pub(super) host: NonNull<u8>,
     /// Device address.
@@ -68,7 +63,7 @@ unsafe impl Sync for Pinned {}
 
 impl Pinned {
     /// Allocates `bytes` zeros.
-    pub(in crate::cuda) fn new(bytes: usize) -> Result<Self, CudaError> {
+    pub(in crate::cuda) fn new(bytes: usize) -> Result<Self> {
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
         // SAFETY: freed when this is dropped; the driver returned the address.
         unsafe {

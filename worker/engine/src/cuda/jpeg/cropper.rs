@@ -4,11 +4,10 @@ use super::layout::{Cropping, rows_per_block};
 use crate::cuda::{
     command::Geometry,
     device::{Buffer, Device, OwnedStream, Pinned},
-    error::CudaError,
+    error::Result,
     kernels::Kernels,
 };
 
-/// Converts decoded pictures to RGB, crops and resizes them, and copies them to the host.
 pub(super) struct Cropper {
     pub(super) stream: OwnedStream,
     /// Width and height of an output.
@@ -21,9 +20,8 @@ pub(super) struct Cropper {
 }
 
 impl Cropper {
-    pub(super) fn new() -> Result<Self, CudaError> {
-        // The stream has a high priority, because these kernels are few and short, and would otherwise wait for all kernels of a
-        // training step.
+    pub(super) fn new() -> Result<Self> {
+        // Without a high priority, these few and short kernels would wait for all kernels of a training step.
         let stream = OwnedStream::with_highest_priority()?;
         Ok(Self { stream, size: (0, 0), outputs: None, host_outputs: None, lists: None, host_lists: None })
     }
@@ -34,12 +32,7 @@ impl Cropper {
     }
 
     /// Allocates memory for `pictures` outputs of `size`.
-    pub(super) fn allocate(
-        &mut self,
-        device: &Device,
-        pictures: usize,
-        size: (u32, u32),
-    ) -> Result<(), CudaError> {
+    pub(super) fn allocate(&mut self, device: &Device, pictures: usize, size: (u32, u32)) -> Result {
         self.size = size;
         let bytes = pictures * self.bytes();
         grow_buffer(&mut self.outputs, bytes, |bytes| device.alloc(bytes))?;
@@ -54,7 +47,7 @@ impl Cropper {
         kernels: &Kernels,
         croppings: &[Cropping],
         tables: &[i32],
-    ) -> Result<(), CudaError> {
+    ) -> Result {
         let (Some(outputs), (width, height)) = (&self.outputs, self.size) else { return Ok(()) };
         // The tables follow the croppings, on a separate cache line.
         let tables_offset = size_of_val(croppings).next_multiple_of(256);
@@ -78,7 +71,7 @@ impl Cropper {
     }
 
     /// Starts the copy of `pictures` outputs to the host.
-    pub(super) fn start_download(&mut self, pictures: usize) -> Result<(), CudaError> {
+    pub(super) fn start_download(&mut self, pictures: usize) -> Result {
         let bytes = pictures * self.bytes();
         if let (Some(outputs), Some(host)) = (&self.outputs, &mut self.host_outputs) {
             self.stream.0.download(host, outputs, bytes)?;
@@ -96,8 +89,8 @@ impl Cropper {
 pub(super) fn grow_buffer(
     buffer: &mut Option<Buffer>,
     bytes: usize,
-    alloc: impl FnOnce(usize) -> Result<Buffer, CudaError>,
-) -> Result<&Buffer, CudaError> {
+    alloc: impl FnOnce(usize) -> Result<Buffer>,
+) -> Result<&Buffer> {
     // Memory that is too small is freed first. More is allocated than requested, because the next group may be slightly larger.
     let large_enough = match buffer.take().filter(|existing| existing.bytes >= bytes) {
         Some(existing) => existing,
@@ -107,7 +100,7 @@ pub(super) fn grow_buffer(
 }
 
 /// Page-locked memory of at least `bytes`: the existing memory, which must not be in use, or new memory that replaces it.
-pub(super) fn grow_pinned(memory: &mut Option<Pinned>, bytes: usize) -> Result<&mut Pinned, CudaError> {
+pub(super) fn grow_pinned(memory: &mut Option<Pinned>, bytes: usize) -> Result<&mut Pinned> {
     let large_enough = match memory.take().filter(|existing| existing.bytes >= bytes) {
         Some(existing) => existing,
         None => Pinned::new((bytes + bytes / 8).next_multiple_of(1 << 20))?,

@@ -1,9 +1,8 @@
 //! Groups of pictures that are decoded together, their memory layout, and their descriptions for the kernel.
 
-#![allow(unsafe_code)] // `Planes` and `Cropping` are declared `bytemuck::Pod`, so that they can be copied as bytes.
-
 use super::super::device::Ptr;
 use crate::nvjpeg;
+use bytemuck::{Pod, Zeroable};
 use lockstep_data::device::{Encoded, Stored};
 use std::ops::Range;
 
@@ -21,7 +20,7 @@ const SHARED_BYTES: u32 = 44 << 10;
 const MAX_ROWS_PER_BLOCK: u32 = 16;
 
 /// How one output is computed from a decoded picture; `Cropping` in `crop.cu` documents the fields.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Cropping {
     pub(super) planes: Planes,
@@ -44,7 +43,7 @@ pub(super) struct Cropping {
 }
 
 /// Addresses and sizes of a decoded picture's planes; `Planes` in `planes.cu` documents the fields.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Planes {
     pub(super) luma: Ptr,
@@ -58,21 +57,11 @@ pub(super) struct Planes {
     pub(super) half_rows: u32,
 }
 
-// SAFETY: numbers without padding: first of eight bytes, then of four, with a total multiple of eight.
-unsafe impl bytemuck::Zeroable for Planes {}
-// SAFETY: as above.
-unsafe impl bytemuck::Pod for Planes {}
-// SAFETY: as above.
-unsafe impl bytemuck::Zeroable for Cropping {}
-// SAFETY: as above.
-unsafe impl bytemuck::Pod for Cropping {}
-
 /// Pitch in bytes of a row of `width` samples.
 fn pitch(width: u32) -> usize {
     (width as usize).next_multiple_of(ROW_ALIGN)
 }
 
-/// Size of a plane in bytes.
 fn plane_bytes(width: u32, height: u32) -> usize {
     (pitch(width) * height as usize).next_multiple_of(ALIGN)
 }

@@ -26,7 +26,6 @@ macro_rules! fixture {
 mod broken;
 mod gpu;
 mod planes;
-mod together;
 
 /// The kernel `crop` in Rust. Addresses in `p` are offsets in `memory`.
 fn crop(memory: &[u8], tables: &[i32], p: &Cropping, (width, height): (u32, u32)) -> Vec<u8> {
@@ -146,7 +145,7 @@ fn make_dataset(size: impl Fn(u32) -> (u32, u32)) -> TempDir {
         let decoders_agree = [width, height].iter().all(|side| planes::decoders_agree(*side, 2));
         let sampling =
             if decoders_agree { planes::SAMPLINGS[number as usize % 4] } else { SamplingFactor::R_4_4_4 };
-        let file = planes::encode(&picture(number, width, height), sampling);
+        let file = encode(&picture(number, width, height), sampling).unwrap();
         fs::write(home.join(format!("{number:02}.jpg")), with_orientation(&file, (number % 8 + 1) as u8))
             .unwrap();
     }
@@ -168,12 +167,23 @@ fn spec() -> DataSpec {
     }
 }
 
+fn resized_crops(side: u32) -> DataSpec {
+    DataSpec { image_size: Some(ImageSize::Fixed(side)), random_resized_crop: true, ..spec() }
+}
+
 const PLAN: EpochPlan = EpochPlan { epoch: 1, threads: 2, ..EpochPlan::of(6) };
 
 fn open(dir: &Path, spec: &DataSpec, format: BatchFormat) -> DataSource {
     let mut data = DataSource::open(dir, spec, 5).unwrap();
     data.set_format(format);
     data
+}
+
+/// The same data, decoded on CPU cores and by a [`HostDecoder`].
+fn open_both(dir: &Path, spec: &DataSpec, format: BatchFormat) -> [DataSource; 2] {
+    let [on_cores, mut on_device] = [(); 2].map(|()| open(dir, spec, format));
+    on_device.set_decoder(Arc::new(HostDecoder::default()));
+    [on_cores, on_device]
 }
 
 /// The batches of one epoch of training, then the batches of one validation.
@@ -220,27 +230,20 @@ fn max_difference(a: &[u8], b: &[u8]) -> u8 {
 fn pictures_decoded_by_a_device_equal_those_of_cpu_cores() {
     let of_all_sizes = make_dataset(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
     let of_one_size = make_dataset(|_| (48, 48));
-    let resized_crops =
-        DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
     let augmented = DataSpec {
         vertical_flip: true,
         color_jitter: [0.4, 0.4, 0.4, 0.1],
         augment: Augment::Trivial,
-        ..resized_crops.clone()
+        ..resized_crops(24)
     };
     for (name, dir, spec, formats) in [
         (
             "random resized crops",
             &of_all_sizes,
-            resized_crops.clone(),
+            resized_crops(24),
             &[BatchFormat::Bytes, BatchFormat::Normalised][..],
         ),
-        (
-            "enlarged",
-            &of_all_sizes,
-            DataSpec { image_size: Some(ImageSize::Fixed(90)), ..resized_crops },
-            &[BatchFormat::Bytes][..],
-        ),
+        ("enlarged", &of_all_sizes, resized_crops(90), &[BatchFormat::Bytes][..]),
         ("flipped and recoloured", &of_all_sizes, augmented.clone(), &[BatchFormat::Bytes][..]),
         (
             "erased",
@@ -263,10 +266,8 @@ fn pictures_decoded_by_a_device_equal_those_of_cpu_cores() {
         ),
     ] {
         for format in formats {
-            let on_cores = open(dir.path(), &spec, *format);
-            let mut on_device = open(dir.path(), &spec, *format);
+            let [on_cores, on_device] = open_both(dir.path(), &spec, *format);
             assert!(on_cores.is_prepared_each_step() && on_cores.decodes_jpeg(), "{name}");
-            on_device.set_decoder(Arc::new(HostDecoder::default()));
             assert!(batches(&on_cores) == batches(&on_device), "{name}, {format:?}");
             assert_eq!(on_cores.decoded(), None);
             let decoded = on_device.decoded().unwrap();
@@ -281,7 +282,7 @@ fn cpu_cores_decode_what_a_device_refuses_or_fails_at() {
     let dir = make_dataset(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
     let home = dir.path().join("train/all");
     fs::write(home.join("progressive.jpg"), fixture!("progressive.jpg")).unwrap();
-    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+    let spec = resized_crops(24);
     let expected = batches(&open(dir.path(), &spec, BatchFormat::Bytes));
     let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
 
@@ -318,7 +319,7 @@ fn cpu_cores_decode_what_a_device_refuses_or_fails_at() {
 #[test]
 fn bytes_of_files_held_for_a_device_are_limited() {
     let dir = make_dataset(|_| (40, 40));
-    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+    let spec = resized_crops(24);
     let expected = batches(&open(dir.path(), &spec, BatchFormat::Bytes));
     // One batch has all pictures of the training split.
     let plan = EpochPlan { batch_size: 64, threads: 1, ..PLAN };
@@ -356,11 +357,9 @@ fn resized_and_mixed_pictures_of_a_device_equal_those_of_cpu_cores() {
         for mixing in
             [Mixing::default(), Mixing { mixup: 0.4, cutmix: 0.0 }, Mixing { mixup: 0.0, cutmix: 1.0 }]
         {
-            let (mut on_cores, mut on_device) =
-                (open(dir.path(), &spec, BatchFormat::Bytes), open(dir.path(), &spec, BatchFormat::Bytes));
+            let [mut on_cores, mut on_device] = open_both(dir.path(), &spec, BatchFormat::Bytes);
             on_cores.set_mixing(mixing);
             on_device.set_mixing(mixing);
-            on_device.set_decoder(Arc::new(HostDecoder::default()));
             for (epoch, side) in [(0, 16), (1, 16), (2, 24)] {
                 let plan = EpochPlan { epoch, batch_size: 3, accumulate: 2, ..PLAN };
                 let expected: Vec<Batch> = on_cores.epoch(plan).map(Result::unwrap).collect();
@@ -384,11 +383,8 @@ fn a_device_decodes_pictures_of_shards_like_cpu_cores() {
     let to = TempDir::new().unwrap();
     let settings = lockstep_data::PrepareSettings::default();
     lockstep_data::prepare(dir.path(), to.path(), &settings, |_| {}).unwrap();
-    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
-    let on_cores = open(to.path(), &spec, BatchFormat::Bytes);
-    let mut on_device = open(to.path(), &spec, BatchFormat::Bytes);
+    let [on_cores, on_device] = open_both(to.path(), &resized_crops(24), BatchFormat::Bytes);
     assert!(on_device.decodes_jpeg());
-    on_device.set_decoder(Arc::new(HostDecoder::default()));
     assert!(batches(&on_device) == batches(&on_cores));
     // Grey pictures and PNG files were converted to ordinary JPEG.
     let decoded = on_device.decoded().unwrap();
@@ -399,7 +395,7 @@ fn a_device_decodes_pictures_of_shards_like_cpu_cores() {
 fn a_dataset_without_jpeg_files_uses_no_device_decoder() {
     let dir = make_dataset(|_| (40, 40));
     let home = dir.path().join("train/all");
-    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+    let spec = resized_crops(24);
     for file in fs::read_dir(&home).unwrap().map(|entry| entry.unwrap().path()) {
         if file.extension().is_some_and(|extension| extension == "jpg") {
             fs::remove_file(file).unwrap();

@@ -29,8 +29,7 @@ impl Moments {
 }
 
 impl Ops {
-    /// One step of all weights by AdamW. Runs after [`Ops::gradient_norm`]. Traffic: reads and writes weights and moments, reads
-    /// gradients, writes the low-precision copy of the weights: 28 bytes per value in the 16-bit formats.
+    /// One step of all weights by AdamW. Runs after [`Ops::gradient_norm`]. Traffic: 28 bytes per value in the 16-bit formats.
     pub(in crate::cuda) fn adamw(&self, flat: FlatParameters, moments: Moments) -> Kernel {
         let mut args = flat.weights_args().to_vec();
         args.extend(moments.args(Arg::InOut));
@@ -45,7 +44,7 @@ impl Ops {
     }
 
     /// Updates the moments, and sums the squares of each parameter's weights and of its update into `rates.squares`. Runs after
-    /// [`Ops::gradient_norm`]. Traffic: reads weights and gradients, reads and writes moments.
+    /// [`Ops::gradient_norm`].
     pub(in crate::cuda) fn lamb_moments(
         &self,
         flat: FlatParameters,
@@ -68,8 +67,7 @@ impl Ops {
         kernel("lamb_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
     }
 
-    /// One step of all weights by LAMB. Runs after [`Ops::lamb_rates`]. Traffic: reads and writes weights, reads moments, writes the
-    /// low-precision copy of the weights.
+    /// One step of all weights by LAMB. Runs after [`Ops::lamb_rates`].
     pub(in crate::cuda) fn lamb(&self, flat: FlatParameters, moments: Moments, rates: Rates) -> Kernel {
         let mut args = flat.weights_args().to_vec();
         args.extend(moments.args(Arg::In));

@@ -11,7 +11,7 @@ impl Ops {
     /// `p` is the batch norm at the end of the block. Computes its output y = relu(scale x + bias + shortcut), T `[rows, 256]`, and the
     /// ReLU's mask. An earlier kernel must have computed scale and bias, and the shortcut must not be [`Shortcut::None`]. Also computes z,
     /// T `[rows, 64]`, a 1x1 convolution of y with `weights`, T `[64, 256]`. Like [`Ops::norm_statistics`], computes the statistics of the
-    /// batch norm `after`, which reads z. `reduce` says how the sums are reduced. Traffic: x, the shortcut, y, the mask and z once.
+    /// batch norm `after`, which reads z. `reduce` says how the sums are reduced.
     pub(in crate::cuda) fn block_end(
         &self,
         p: NormForward,

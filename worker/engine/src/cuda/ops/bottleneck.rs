@@ -1,5 +1,4 @@
-//! A bottleneck's expanding convolution fused with the batch norms on both sides; see `bottleneck.cu` and
-//! `bottleneck_forward.cu`.
+//! A bottleneck's expanding convolution fused with the batch norms on both sides; see `bottleneck.cu` and `bottleneck_forward.cu`.
 
 use super::{
     Arg, CONTROL, Geometry, Kernel, NormSite, Operand, Ops, Reduce, Region, Shape, kernel,
@@ -59,8 +58,7 @@ pub(in crate::cuda) struct BottleneckForward {
 }
 
 impl Ops {
-    /// Computes the convolution's output, and statistics of `after` as [`Ops::norm_statistics`] does. Traffic: `input` and
-    /// y once.
+    /// Computes the convolution's output, and statistics of `after` as [`Ops::norm_statistics`] does.
     pub(in crate::cuda) fn bottleneck_forward(&self, p: BottleneckForward) -> Kernel {
         let blocks = p.shape.rows().div_ceil(TILE_ROWS).clamp(1, self.multiprocessors);
         let (scale, bias) = p.before.map_or((Operand::NONE, Operand::NONE), |site| (site.scale, site.bias));
@@ -84,7 +82,7 @@ impl Ops {
     }
 
     /// Computes the gradients of the convolution's input and weights and, with `before`, that batch norm's sums as
-    /// [`Ops::norm_backward_sums`] does. Traffic: x, g, `input` and `dinput` once.
+    /// [`Ops::norm_backward_sums`] does.
     pub(in crate::cuda) fn bottleneck_backward(&self, p: Bottleneck) -> [Kernel; 2] {
         let blocks = p.shape.rows().div_ceil(TILE_ROWS).clamp(1, self.multiprocessors);
         let mut args = [p.x, p.g, p.after.scale, p.after.slope, p.after.offset, p.weights, p.input]

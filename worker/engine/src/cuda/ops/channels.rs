@@ -15,8 +15,6 @@ pub(in crate::cuda) struct ChannelRows {
 impl Ops {
     /// Copies `channels` channels of each of `rows` rows. All numbers of channels and of values are multiples of 8. `keeps_others` must be
     /// set if other values of `to` were written before and are still needed.
-    ///
-    /// Traffic: the copied values twice.
     pub(in crate::cuda) fn copy_channels(
         &self,
         from: ChannelRows,

@@ -38,7 +38,7 @@ impl PlainPool {
 }
 
 impl Ops {
-    /// The kernel `name`, which computes `to` from the operands `from`, each of `length` values. Traffic: all operands once.
+    /// The kernel `name`, which computes `to` from the operands `from`, each of `length` values.
     fn elementwise<const N: usize>(
         &self,
         name: &'static str,
@@ -91,7 +91,7 @@ impl Ops {
         kernel("zero_gradient", self.per_item(length / 8, 8), [Arg::Out(gradient), Arg::U64(length)])
     }
 
-    /// As [`Ops::bias_gradient`], but for many rows of at most [`MAX_ROW_SUM_CHANNELS`] channels. Traffic: dy once.
+    /// As [`Ops::bias_gradient`], but for many rows of at most [`MAX_ROW_SUM_CHANNELS`] channels.
     pub(in crate::cuda) fn row_sums(
         &self,
         dy: Operand,
@@ -100,26 +100,20 @@ impl Ops {
         accumulate: bool,
     ) -> Kernel {
         let (rows, channels) = (shape.pictures * shape.pixels, shape.channels);
-        let args = [
-            Arg::In(dy),
-            Arg::out(dbias, accumulate),
-            Arg::U32(rows),
-            Arg::U32(channels),
-            Arg::U32(accumulate.into()),
-            Arg::Out(self.partials()),
-            self.counter(NORM_COUNTER),
-        ];
+        let mut args = vec![Arg::In(dy), Arg::out(dbias, accumulate)];
+        args.extend([rows, channels, accumulate.into()].map(Arg::U32));
+        args.extend([Arg::Out(self.partials()), self.counter(NORM_COUNTER)]);
         let blocks = (rows * (channels / 8)).div_ceil(256 * 8).clamp(1, self.multiprocessors);
         kernel("row_sums", plain([blocks, 1, 1], [256, 1, 1]), args)
     }
 
-    /// y = factor x. Traffic: x and y once.
+    /// y = factor x.
     pub(in crate::cuda) fn scale_values(&self, [x, y]: [Operand; 2], length: u64, factor: f32) -> Kernel {
         let args = [Arg::In(x), Arg::Out(y), Arg::U64(length), Arg::F32(factor)];
         kernel("scale_values", self.per_item(length / 8, 8), args)
     }
 
-    /// y += bias, float32 `[channels]`. Traffic: y twice.
+    /// y += bias, float32 `[channels]`.
     pub(in crate::cuda) fn add_bias(&self, y: Operand, bias: Operand, shape: Shape) -> Kernel {
         let (rows, channels) = (shape.pictures * shape.pixels, shape.channels);
         let args = [Arg::InOut(y), Arg::In(bias), Arg::U32(rows), Arg::U32(channels)];
@@ -127,7 +121,7 @@ impl Ops {
         kernel("add_bias", self.per_item(items, 8), args)
     }
 
-    /// dbias, float32 `[channels]`: dy summed over rows. With `accumulate`, the sum is added to dbias. Traffic: dy once.
+    /// dbias, float32 `[channels]`: dy summed over rows. With `accumulate`, the sum is added to dbias.
     pub(in crate::cuda) fn bias_gradient(
         &self,
         dy: Operand,
@@ -142,7 +136,7 @@ impl Ops {
         kernel("bias_gradient", plain(grid, [32, 4, 1]), args)
     }
 
-    /// Spreads `dy`, the gradient of the mean, over the pixels of `dx`, which has `shape`. Traffic: dx once.
+    /// Spreads `dy`, the gradient of the mean, over the pixels of `dx`, which has `shape`.
     pub(in crate::cuda) fn global_average_backward(&self, dy: Operand, dx: Operand, shape: Shape) -> Kernel {
         let Shape { pictures, pixels, channels } = shape;
         let args = [Arg::In(dy), Arg::Out(dx), Arg::U32(pictures), Arg::U32(pixels), Arg::U32(channels)];
@@ -151,14 +145,14 @@ impl Ops {
     }
 
     /// Computes y and argmax, the position of each maximum in its window (u8; absent in inference). Traffic: x a few times,
-    /// mostly from the L2 cache, y and argmax once.
+    /// mostly from the L2 cache.
     pub(in crate::cuda) fn plain_max_pool(&self, [x, y, argmax]: [Operand; 3], pool: PlainPool) -> Kernel {
         let mut args = vec![Arg::In(x), Arg::Out(y), Arg::Out(argmax)];
         args.extend(pool.args());
         kernel("plain_max_pool", self.per_item(pool.groups(pool.output), 8), args)
     }
 
-    /// dx from dy and the argmax of [`Ops::plain_max_pool`]. Traffic: dx once, dy and argmax a few times from the cache.
+    /// dx from dy and the argmax of [`Ops::plain_max_pool`]. Traffic: dy and argmax a few times from the cache.
     pub(in crate::cuda) fn plain_max_pool_backward(
         &self,
         [dy, argmax, dx]: [Operand; 3],

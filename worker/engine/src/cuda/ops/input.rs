@@ -51,8 +51,7 @@ const SHARED_BYTES: u32 = 44 << 10;
 
 impl Ops {
     /// Gathers a batch from pictures `uint8 [count, height, width, channels]`. `scaling` has the resampling tables from
-    /// height and from width to side; `None` if height = width = side. Traffic: the pictures' bytes once (twice if
-    /// they are mixed), the batch once.
+    /// height and from width to side; `None` if height = width = side. Traffic: mixed pictures' bytes twice.
     ///
     /// Wide pictures, for which one output row reads more than 44 KiB, need more shared memory than the default limit. The launcher has to
     /// raise the kernel's limit to `shared_bytes`.
@@ -78,14 +77,8 @@ impl Ops {
         };
         let mut args = vec![Arg::In(PICTURES)];
         args.extend([height, width, p.channels, p.side, crop_padding, mode].map(Arg::U32));
-        args.extend([
-            Arg::In(CONTROL),
-            Arg::U32(p.pictures),
-            Arg::In(Operand::whole(Region::Normalisation)),
-            Arg::out(p.output, p.is_folded),
-            Arg::U32(p.padded),
-            Arg::U32(p.is_folded.into()),
-        ]);
+        args.extend([Arg::In(CONTROL), Arg::U32(p.pictures), Arg::In(Operand::whole(Region::Normalisation))]);
+        args.extend([Arg::out(p.output, p.is_folded), Arg::U32(p.padded), Arg::U32(p.is_folded.into())]);
         let blocks = self.multiprocessors * 8;
         let pictures = p.pictures.max(1);
         let Some([rows, columns]) = scaling else {
@@ -111,16 +104,8 @@ impl Ops {
 
     /// Converts normalised float32 pictures `[pictures, side, side, channels]`, made by the host, to T.
     pub(in crate::cuda) fn pad_channels(&self, p: BatchInput) -> Kernel {
-        let args = [
-            Arg::In(PICTURES),
-            Arg::out(p.output, p.is_folded),
-            Arg::In(CONTROL),
-            Arg::U32(p.pictures),
-            Arg::U32(p.side),
-            Arg::U32(p.channels),
-            Arg::U32(p.padded),
-            Arg::U32(p.is_folded.into()),
-        ];
+        let mut args = vec![Arg::In(PICTURES), Arg::out(p.output, p.is_folded), Arg::In(CONTROL)];
+        args.extend([p.pictures, p.side, p.channels, p.padded, p.is_folded.into()].map(Arg::U32));
         let pixels = u64::from(p.pictures) * u64::from(p.side) * u64::from(p.side);
         kernel("pad_channels", self.per_item(pixels, 8), args)
     }

@@ -36,39 +36,21 @@ pub(super) fn blocks(pictures: u32) -> u32 {
 }
 
 impl Ops {
-    /// Softmax cross-entropy. Traffic: logits once from memory (three times from the cache), dlogits once.
+    /// Softmax cross-entropy. Traffic: logits once from memory, three times from the cache.
     pub(in crate::cuda) fn cross_entropy(&self, p: CrossEntropy) -> Kernel {
-        let args = [
-            Arg::In(p.logits),
-            Arg::In(p.bias),
-            Arg::In(CONTROL),
-            Arg::U32(p.pictures),
-            Arg::U32(p.classes),
-            Arg::U32(p.padded),
-            Arg::F32(p.smoothing),
-            Arg::In(p.class_weights),
-            Arg::In(SCALER),
-            Arg::Out(p.dlogits),
-            Arg::out(p.dbias, p.accumulate),
-            Arg::out(TOTALS, p.accumulate),
-            Arg::U32(p.accumulate.into()),
-            Arg::Out(self.partials()),
-            self.counter(LOSS_COUNTER),
-            Arg::In(p.label_logits),
-        ];
+        let mut args = [p.logits, p.bias, CONTROL].map(Arg::In).to_vec();
+        args.extend([p.pictures, p.classes, p.padded].map(Arg::U32));
+        args.extend([Arg::F32(p.smoothing), Arg::In(p.class_weights), Arg::In(SCALER), Arg::Out(p.dlogits)]);
+        args.extend([p.dbias, TOTALS].map(|sums| Arg::out(sums, p.accumulate)));
+        args.extend([Arg::U32(p.accumulate.into()), Arg::Out(self.partials()), self.counter(LOSS_COUNTER)]);
+        args.push(Arg::In(p.label_logits));
         kernel("cross_entropy", plain([blocks(p.pictures), 1, 1], [32 * LOSS_ROWS, 1, 1]), args)
     }
 
     /// Writes the logits for the host, float32 `[pictures, classes]`: adds the bias and drops the padding.
     pub(in crate::cuda) fn biased_logits(&self, p: CrossEntropy, to: Operand) -> Kernel {
-        let args = [
-            Arg::In(p.logits),
-            Arg::In(p.bias),
-            Arg::Out(to),
-            Arg::U32(p.pictures),
-            Arg::U32(p.classes),
-            Arg::U32(p.padded),
-        ];
+        let mut args = vec![Arg::In(p.logits), Arg::In(p.bias), Arg::Out(to)];
+        args.extend([p.pictures, p.classes, p.padded].map(Arg::U32));
         let grid = [p.classes.div_ceil(256), p.pictures.max(1), 1];
         kernel("biased_logits", plain(grid, [256, 1, 1]), args)
     }

@@ -31,7 +31,7 @@ impl SplitLogits {
 }
 
 impl Ops {
-    /// factors (float32 `[count]`) = `scale` divided by the L2 norm of each row of `width` values. Traffic: the rows once.
+    /// factors (float32 `[count]`) = `scale` divided by the L2 norm of each row of `width` values.
     pub(in crate::cuda) fn row_factors(
         &self,
         rows: Operand,
@@ -43,18 +43,11 @@ impl Ops {
         kernel("row_factors", self.per_item(32 * u64::from(count), 8), args)
     }
 
-    /// Scales all values by the factors of their row and class. Traffic: the values twice.
+    /// Scales all values by the factors of their row and class.
     pub(in crate::cuda) fn scale_cosines(&self, p: Cosines) -> Kernel {
         let groups = u64::from(p.rows) * u64::from(p.chunk_classes / 8) * u64::from(p.chunk_count);
-        let args = [
-            Arg::InOut(p.values),
-            Arg::In(p.row_factors),
-            Arg::In(p.class_factors),
-            Arg::U32(p.rows),
-            Arg::U32(p.chunk_classes),
-            Arg::U64(groups),
-            Arg::In(p.label_logits),
-        ];
+        let mut args = vec![Arg::InOut(p.values), Arg::In(p.row_factors), Arg::In(p.class_factors)];
+        args.extend([Arg::U32(p.rows), Arg::U32(p.chunk_classes), Arg::U64(groups), Arg::In(p.label_logits)]);
         kernel("scale_cosines", self.per_item(groups, 8), args)
     }
 
@@ -67,29 +60,16 @@ impl Ops {
         label_logits: Operand,
     ) -> Kernel {
         let MarginTerms { limit, cos, sin, shift } = margin.terms();
-        let args = [
-            Arg::InOut(p.logits),
-            Arg::In(p.controls),
-            Arg::U32(p.control_words),
-            Arg::U32(p.batch),
-            Arg::U32(p.rows()),
-            Arg::U32(p.chunk_classes),
-            Arg::U32(p.classes),
-            Arg::U32(p.first_class),
-            Arg::In(p.sample),
-            Arg::In(p.label_positions),
-            Arg::F32(margin.scale),
-            Arg::F64(limit),
-            Arg::F64(cos),
-            Arg::F64(sin),
-            Arg::F64(shift),
-            Arg::Out(label_logits),
-        ];
+        let mut args = vec![Arg::InOut(p.logits), Arg::In(p.controls)];
+        let numbers = [p.control_words, p.batch, p.rows(), p.chunk_classes, p.classes, p.first_class];
+        args.extend(numbers.map(Arg::U32));
+        args.extend([Arg::In(p.sample), Arg::In(p.label_positions), Arg::F32(margin.scale)]);
+        args.extend([limit, cos, sin, shift].map(Arg::F64));
+        args.push(Arg::Out(label_logits));
         kernel("put_margin", plain([p.rows().div_ceil(256), 1, 1], [256, 1, 1]), args)
     }
 
-    /// Removes from each row of a gradient its component along the same row of `rows`. Traffic: `rows` once, the gradient
-    /// twice.
+    /// Removes from each row of a gradient its component along the same row of `rows`.
     pub(in crate::cuda) fn remove_along(
         &self,
         rows: Operand,

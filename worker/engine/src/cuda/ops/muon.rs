@@ -69,16 +69,9 @@ impl Ops {
         let [weights, low_precision] = flat.weights_args();
         let mut args = vec![weights, Arg::InOut(p.velocity), low_precision];
         args.extend(flat.gradients.args());
-        args.extend([
-            Arg::In(CONTROL),
-            scaler,
-            Arg::F32(p.momentum),
-            Arg::In(rates.segments),
-            Arg::U32(rates.count),
-            Arg::In(p.policies),
-            Arg::In(rates.per_parameter),
-            Arg::In(p.iterates[STEPS % 2]),
-        ]);
+        args.extend([Arg::In(CONTROL), scaler, Arg::F32(p.momentum)]);
+        args.extend([Arg::In(rates.segments), Arg::U32(rates.count)]);
+        args.extend([p.policies, rates.per_parameter, p.iterates[STEPS % 2]].map(Arg::In));
         kernels.push(kernel("muon_update", self.per_item(flat.gradients.length / 8, 6), args));
         kernels
     }

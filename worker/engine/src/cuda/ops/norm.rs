@@ -59,8 +59,7 @@ pub(in crate::cuda) struct NormSite {
 pub(in crate::cuda) enum Reduce {
     /// Not reduced, because statistics are those of this rank's pictures.
     Local,
-    /// The kernel stores the sums, float32 `[2, C]`, in `sums` and ends; `norm_finish` or `norm_backward_finish`
-    /// continues from there.
+    /// The kernel stores the sums, float32 `[2, C]`, in `sums` and ends; `norm_finish` or `norm_backward_finish` continues from there.
     StoreSums { sums: Operand },
     /// The kernel sums over ranks through peer memory (`peers.cu`). `peers` is `struct Peers` in device memory. `at` is this batch norm's byte
     /// offset in every rank's exchange buffer, where it has 2 copies x ranks x 2 C values of 8 bytes. `sequence` is `u32 [2 C]`. Buffers
@@ -122,17 +121,12 @@ impl NormSite {
     }
 
     pub(super) fn forward_args(&self, reduce: Reduce) -> [Arg; 9] {
-        let args = [
-            Arg::In(self.gamma),
-            Arg::In(self.beta),
-            Arg::InOut(self.running_mean),
-            Arg::InOut(self.running_var),
-            Arg::Out(self.mean),
-            Arg::Out(self.inv_std),
-            Arg::Out(self.scale),
-            Arg::Out(self.bias),
-            Arg::F32(self.running_momentum),
-        ];
+        let [gamma, beta] = [self.gamma, self.beta].map(Arg::In);
+        let [mean, var] = [self.running_mean, self.running_var].map(Arg::InOut);
+        let [batch_mean, inv_std, scale, bias] =
+            [self.mean, self.inv_std, self.scale, self.bias].map(Arg::Out);
+        let momentum = Arg::F32(self.running_momentum);
+        let args = [gamma, beta, mean, var, batch_mean, inv_std, scale, bias, momentum];
         if reduce.stores_sums() { args.map(Arg::unused) } else { args }
     }
 
@@ -162,7 +156,11 @@ impl Ops {
     /// A cluster of `k` blocks owns 16 channels (32 if there would be too many blocks); a thread has
     /// rows / (256 k) rows. If the kernel waits for other ranks (`waits_for_ranks`), all clusters have to be resident at once. The grid
     /// then has at most one block per multiprocessor, without the multiprocessors for NCCL's blocks.
-    fn one_launch_geometry(&self, shape: Shape, waits_for_ranks: bool) -> Option<Geometry> {
+    pub(in crate::cuda) fn one_launch_geometry(
+        &self,
+        shape: Shape,
+        waits_for_ranks: bool,
+    ) -> Option<Geometry> {
         let (rows, groups) = (shape.rows(), shape.channels / 8);
         let reserved_blocks = if waits_for_ranks { nccl::MAX_BLOCKS } else { 0 };
         let max_blocks = self.multiprocessors.saturating_sub(reserved_blocks);
@@ -188,11 +186,6 @@ impl Ops {
         // At least two threads per channel, which finish a block's sums.
         let y = rows.div_ceil(k).next_power_of_two().clamp(32 / x, max_y).max(16);
         Some(Geometry { cluster: k, ..plain([k, columns, 1], [x, y, 1]) })
-    }
-
-    /// Whether [`Ops::norm_forward`] uses the one-launch variant, in which the kernel waits for other ranks if `waits_for_ranks`.
-    pub(in crate::cuda) fn is_norm_small(&self, shape: Shape, waits_for_ranks: bool) -> bool {
-        self.one_launch_geometry(shape, waits_for_ranks).is_some()
     }
 }
 

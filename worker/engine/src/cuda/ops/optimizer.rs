@@ -3,7 +3,9 @@
 //! All flat buffers have the same order: matrices (the weights of convolutions and linear layers), then vectors (batch
 //! norms' parameters and biases). Each parameter begins and ends at a multiple of 8 values.
 
-use super::{Arg, CONTROL, Geometry, Kernel, NORM_COUNTER, Operand, Ops, Region, SCALER, kernel, plain};
+use super::{
+    Arg, CONTROL, FINISHED_STEPS, Geometry, Kernel, NORM_COUNTER, Operand, Ops, SCALER, kernel, plain,
+};
 use lockstep_kernels::optimizer::LARS_TRUST;
 use std::ops::Range;
 
@@ -101,19 +103,14 @@ pub(in crate::cuda) enum Update {
 }
 
 impl Ops {
-    /// Computes the norm of the gradients and the state that depends on it, in `Scaler`:
-    /// `f32 scale; u32 good_steps; u32 finite; f32 norm; f32 inverse; u32 apply, updates, refused, updating, 0; u64 held`. The host
-    /// initialises `scale` (1 without scaling), `updates` if a run continues, `held` (the address of a `u32` in host memory that stops
-    /// further updates if set, or 0), and all other fields to 0. If `is_dynamic`, halves the scale if a gradient is not finite, and doubles
-    /// the scale after 2,000 finite steps. Traffic: all gradients once.
+    /// Computes the norm of the gradients and the state that depends on it, in `Scaler`: `f32 scale; u32 good_steps; u32 finite; f32 norm;
+    /// f32 inverse; u32 apply, updates, refused, updating, 0; u64 held`. The host initialises `scale` (1 without scaling), `updates` if a
+    /// run continues, `held` (the address of a `u32` in host memory that stops further updates if set, or 0), and all other fields to 0. If
+    /// `is_dynamic`, halves the scale if a gradient is not finite, and doubles the scale after 2,000 finite steps.
     pub(in crate::cuda) fn gradient_norm(&self, gradients: Gradients, is_dynamic: bool) -> Kernel {
         let mut args = gradients.args().to_vec();
-        args.extend([
-            Arg::InOut(SCALER),
-            Arg::U32(is_dynamic.into()),
-            Arg::Out(self.partials()),
-            self.counter(NORM_COUNTER),
-        ]);
+        args.extend([Arg::InOut(SCALER), Arg::U32(is_dynamic.into())]);
+        args.extend([Arg::Out(self.partials()), self.counter(NORM_COUNTER)]);
         kernel("gradient_norm", self.norm_geometry(gradients), args)
     }
 
@@ -132,7 +129,7 @@ impl Ops {
         kernel("gradient_norm_of_parts", geometry, args)
     }
 
-    /// `to` (f64) = the sum of squares of the gradients. Traffic: all gradients once.
+    /// `to` (f64) = the sum of squares of the gradients.
     pub(in crate::cuda) fn gradient_squares(&self, gradients: Gradients, to: Operand) -> Kernel {
         let mut args = gradients.args().to_vec();
         args.extend([Arg::Out(to), Arg::Out(self.partials()), self.counter(NORM_COUNTER)]);
@@ -145,8 +142,7 @@ impl Ops {
         plain([blocks as u32, 1, 1], [512, 1, 1])
     }
 
-    /// Sums the squares of each parameter's weights and gradients into `rates.squares`. Runs after [`Ops::gradient_norm`]. Traffic: all
-    /// weights and gradients once.
+    /// Sums the squares of each parameter's weights and gradients into `rates.squares`. Runs after [`Ops::gradient_norm`].
     pub(in crate::cuda) fn lars_norms(&self, flat: FlatParameters, rates: Rates) -> Kernel {
         let mut args = vec![Arg::In(flat.weights)];
         args.extend(flat.gradients.args());
@@ -157,21 +153,13 @@ impl Ops {
     /// Computes the rate of each parameter. Runs after [`Ops::lars_norms`]. `decay` is the weight decay of the parameters whose rate LARS
     /// scales by norms.
     pub(in crate::cuda) fn lars_rates(&self, rates: Rates, decay: f32) -> Kernel {
-        let args = [
-            Arg::In(rates.squares),
-            Arg::In(rates.segments),
-            Arg::U32(rates.count),
-            Arg::In(SCALER),
-            Arg::F32(LARS_TRUST),
-            Arg::F32(decay),
-            Arg::Out(rates.per_parameter),
-        ];
+        let mut args = vec![Arg::In(rates.squares), Arg::In(rates.segments), Arg::U32(rates.count)];
+        args.extend([Arg::In(SCALER), Arg::F32(LARS_TRUST), Arg::F32(decay), Arg::Out(rates.per_parameter)]);
         kernel("lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
     }
 
-    /// One step of all weights by SGD or LARS. `velocity` has the momentum buffers. Runs after [`Ops::gradient_norm`]. Traffic:
-    /// reads and writes weights and velocity, reads gradients, writes the low-precision copy of the weights: 20 bytes per value in the
-    /// 16-bit formats.
+    /// One step of all weights by SGD or LARS. `velocity` has the momentum buffers. Runs after [`Ops::gradient_norm`]. Traffic: 20 bytes
+    /// per value in the 16-bit formats.
     pub(in crate::cuda) fn sgd(
         &self,
         update: Update,
@@ -191,16 +179,9 @@ impl Ops {
         let [weights, low_precision] = flat.weights_args();
         let mut args = vec![weights, Arg::InOut(velocity), low_precision];
         args.extend(flat.gradients.args());
-        args.extend([
-            Arg::In(CONTROL),
-            Arg::In(SCALER),
-            Arg::F32(momentum),
-            Arg::F32(flat.decay[0]),
-            Arg::F32(flat.decay[1]),
-            Arg::In(segments),
-            Arg::In(per_parameter),
-            Arg::U32(count),
-        ]);
+        args.extend([Arg::In(CONTROL), Arg::In(SCALER), Arg::F32(momentum)]);
+        args.extend(flat.decay.map(Arg::F32));
+        args.extend([Arg::In(segments), Arg::In(per_parameter), Arg::U32(count)]);
         kernel(name, self.per_item(flat.gradients.length / 8, 6), args)
     }
 
@@ -231,7 +212,7 @@ impl Ops {
             Arg::In(values),
             Arg::U64(length),
             Arg::F32((1.0 - decay) as f32),
-            Arg::In(Operand::new(Region::ResultCounter, 0, 4)),
+            Arg::In(FINISHED_STEPS),
             Arg::U32(steps),
         ];
         kernel("average_values", self.per_item(length, 8), args)

@@ -15,18 +15,11 @@ pub(in crate::cuda) struct Pool {
 /// Maximum number of output rows of a strip. For n output rows a thread reads 2 n + 1 input rows.
 const MAX_STRIP_ROWS: u32 = 7;
 
-impl Pool {
-    /// Height and width of the output.
-    fn output_size(self) -> (u32, u32) {
-        (self.height.div_ceil(2), self.width.div_ceil(2))
-    }
-}
-
 impl Ops {
     /// The geometry of a kernel whose threads compute strips of output rows, and the kernel's arguments for the strips. A strip has enough
     /// rows to reuse input rows, and few enough for several strips per thread.
     fn strips(&self, pool: Pool, threads: u32, per_multiprocessor: u32) -> (Geometry, [Arg; 6]) {
-        let (height, width) = pool.output_size();
+        let (height, width) = (pool.height.div_ceil(2), pool.width.div_ceil(2));
         let columns = u64::from(pool.pictures) * u64::from(width) * u64::from(pool.channels / 8);
         let all_threads = u64::from(self.multiprocessors * threads * per_multiprocessor);
         // Four strips per thread.
@@ -39,7 +32,7 @@ impl Ops {
     }
 
     /// y = max_pool(relu(x * scale + bias)), with the scale and bias of `site`. argmax: window position of each
-    /// maximum, one byte per value; absent in inference. Traffic: x once, y and argmax once.
+    /// maximum, one byte per value; absent in inference.
     pub(in crate::cuda) fn max_pool(
         &self,
         [x, y, argmax]: [Operand; 3],
@@ -57,7 +50,7 @@ impl Ops {
 
     /// Backward of [`Ops::max_pool`], through the ReLU and the batch norm, to the convolution's output. `p.gradient` is the gradient of
     /// the pooling's output. With [`Reduce::StoreSums`], computes only the sums, and [`Ops::norm_backward_finish`] and then
-    /// [`Ops::norm_backward_apply_max_pool`] must follow. Traffic: x, dy and argmax twice, dx once.
+    /// [`Ops::norm_backward_apply_max_pool`] must follow. Traffic: x, dy and argmax twice.
     pub(in crate::cuda) fn norm_backward_max_pool(
         &self,
         p: NormBackward,
@@ -95,7 +88,7 @@ impl Ops {
         kernel("norm_backward_apply_max_pool", geometry, args)
     }
 
-    /// y `[pictures, C]` = mean of x, which has `shape`, over its pixels. Traffic: x once, y once.
+    /// y `[pictures, C]` = mean of x, which has `shape`, over its pixels.
     pub(in crate::cuda) fn global_average(&self, x: Operand, y: Operand, shape: Shape) -> Kernel {
         let Shape { pictures, pixels, channels } = shape;
         let groups = channels / 8;

@@ -37,7 +37,6 @@ pub(in crate::cuda) struct AddRows {
 }
 
 impl Ops {
-    /// Traffic: `to` once, and the same number of bytes of `from`.
     pub(in crate::cuda) fn take_rows(&self, p: TakeRows) -> Kernel {
         let mut args = vec![Arg::In(p.from), Arg::Out(p.to)];
         args.extend([p.pictures, p.length / 4, p.from_rows, p.to_rows].map(|number| Arg::U32(number as u32)));
@@ -45,7 +44,6 @@ impl Ops {
         self.lines("take_rows", p.pictures * p.to_rows, args)
     }
 
-    /// Traffic: the part once, and the same number of rows of `to` twice.
     pub(in crate::cuda) fn add_rows(&self, p: AddRows) -> Kernel {
         let mut args = vec![Arg::In(p.part), Arg::InOut(p.to)];
         let numbers = [p.pictures, p.length / 4, p.rows, p.to_rows, p.first];

@@ -65,26 +65,17 @@ impl ParameterRows {
 
 impl Ops {
     pub(in crate::cuda) fn sample_classes(&self, p: SampleClasses) -> Kernel {
-        let args = [
-            Arg::In(p.controls),
-            Arg::U32(p.control_words),
-            Arg::U32(p.batch),
-            Arg::U32(p.ranks),
-            Arg::U32(p.first_class),
-            Arg::U32(p.classes),
-            Arg::U32(p.drawn_count),
-            Arg::U64(p.seed),
-            // The number of updates determines the random classes.
-            Arg::In(SCALER),
-            Arg::Out(p.sample),
-            Arg::Out(p.label_positions),
-            Arg::Out(p.scratch),
-        ];
+        let mut args = vec![Arg::In(p.controls)];
+        let numbers = [p.control_words, p.batch, p.ranks, p.first_class, p.classes, p.drawn_count];
+        args.extend(numbers.map(Arg::U32));
+        // The number of updates, in `SCALER`, determines the random classes.
+        args.extend([Arg::U64(p.seed), Arg::In(SCALER)]);
+        args.extend([p.sample, p.label_positions, p.scratch].map(Arg::Out));
         let blocks = 1 + p.drawn_count.div_ceil(THREADS).clamp(1, self.multiprocessors);
         kernel("sample_classes", plain([blocks, 1, 1], [THREADS, 1, 1]), args)
     }
 
-    /// Gathers the rows of a sample, followed by zeros. Traffic: these rows once.
+    /// Gathers the rows of a sample, followed by zeros.
     pub(in crate::cuda) fn gather_rows(&self, rows: ParameterRows, sample: Operand) -> Kernel {
         let (width, length) = (rows.width(), rows.length());
         let args =
@@ -92,7 +83,7 @@ impl Ops {
         kernel(if rows.is_wide() { "gather_rows" } else { "gather_values" }, self.per_item(length, 8), args)
     }
 
-    /// Writes the rows of a sample back to the parameter. Traffic: these rows once.
+    /// Writes the rows of a sample back to the parameter.
     pub(in crate::cuda) fn scatter_rows(&self, rows: ParameterRows, sample: Operand) -> Kernel {
         let args = [Arg::InOut(rows.all), Arg::In(rows.sampled), Arg::In(sample), Arg::U32(rows.width())];
         let name = if rows.is_wide() { "scatter_rows" } else { "scatter_values" };

@@ -73,7 +73,7 @@ impl SplitLogits {
 impl Ops {
     /// Reduces the logits of this rank's classes to one record per row in `records`: the largest logit and its class, the sum of
     /// exponentials, the sum of logits, and the labels' logits. `parts` is scratch memory of [`SplitLogits::part_bytes`] bytes.
-    /// `label_logits` is the result of [`Ops::put_margin`]; may be absent. Traffic: reads logits.
+    /// `label_logits` is the result of [`Ops::put_margin`]; may be absent.
     pub(in crate::cuda) fn class_records(
         &self,
         p: SplitLogits,
@@ -82,33 +82,20 @@ impl Ops {
         label_logits: Operand,
     ) -> [Kernel; 2] {
         let (rows, blocks_per_chunk) = (p.rows(), p.blocks_per_chunk());
-        let args = [
-            Arg::In(p.logits),
-            Arg::In(p.bias),
-            Arg::Out(parts),
-            Arg::U32(p.chunk_classes),
-            Arg::U32(blocks_per_chunk),
-            Arg::U32(p.classes),
-            Arg::In(p.sample),
-        ];
+        let mut args = vec![Arg::In(p.logits), Arg::In(p.bias), Arg::Out(parts)];
+        args.extend([p.chunk_classes, blocks_per_chunk, p.classes].map(Arg::U32));
+        args.push(Arg::In(p.sample));
         let part_count = p.chunk_count * blocks_per_chunk;
         let class_parts = kernel("class_parts", plain([part_count, rows, 1], [256, 1, 1]), args);
-        let args = [
-            Arg::In(parts),
-            Arg::U32(part_count),
-            Arg::In(p.logits),
-            Arg::In(p.bias),
-            Arg::In(p.controls),
-            Arg::U32(p.control_words),
-            Arg::U32(p.batch),
-            Arg::U32(p.chunk_classes),
-            Arg::U32(p.classes),
-            Arg::U32(p.first_class),
+        let mut args = vec![Arg::In(parts), Arg::U32(part_count)];
+        args.extend([p.logits, p.bias, p.controls].map(Arg::In));
+        args.extend([p.control_words, p.batch, p.chunk_classes, p.classes, p.first_class].map(Arg::U32));
+        args.extend([
             Arg::In(p.sample),
             Arg::In(p.label_positions),
             Arg::Out(records),
             Arg::In(label_logits),
-        ];
+        ]);
         [class_parts, kernel("class_records", plain([rows, 1, 1], [32, 1, 1]), args)]
     }
 
@@ -123,25 +110,15 @@ impl Ops {
         smoothing: f32,
         accumulate: bool,
     ) -> Kernel {
-        let args = [
-            Arg::In(records),
-            Arg::In(p.controls),
-            Arg::U32(p.control_words),
-            Arg::U32(p.batch),
-            Arg::U32(p.ranks),
-            Arg::U32(p.rank),
-            Arg::U32(p.all_classes),
-            Arg::F32(smoothing),
-            Arg::In(SCALER),
-            Arg::Out(class_rows),
-            Arg::out(TOTALS, accumulate),
-            Arg::U32(accumulate.into()),
-        ];
+        let mut args = vec![Arg::In(records), Arg::In(p.controls)];
+        args.extend([p.control_words, p.batch, p.ranks, p.rank, p.all_classes].map(Arg::U32));
+        args.extend([Arg::F32(smoothing), Arg::In(SCALER), Arg::Out(class_rows)]);
+        args.extend([Arg::out(TOTALS, accumulate), Arg::U32(accumulate.into())]);
         kernel("class_loss", plain([1, 1, 1], [256, 1, 1]), args)
     }
 
     /// Runs after [`Ops::class_loss`]. Replaces the logits by their gradient, and computes the gradient of the bias.
-    /// With `accumulate`, the gradient of the bias is added to `dbias`. Traffic: reads and writes logits.
+    /// With `accumulate`, the gradient of the bias is added to `dbias`.
     pub(in crate::cuda) fn class_gradient(
         &self,
         p: SplitLogits,
@@ -150,20 +127,11 @@ impl Ops {
         dbias: Operand,
         accumulate: bool,
     ) -> Kernel {
-        let args = [
-            Arg::InOut(p.logits),
-            Arg::In(p.bias),
-            Arg::In(class_rows),
-            Arg::U32(p.rows()),
-            Arg::U32(p.chunk_classes),
-            Arg::U32(p.classes),
-            Arg::U32(p.first_class),
-            Arg::F32(smoothing / p.all_classes as f32),
-            Arg::In(p.sample),
-            Arg::In(p.label_positions),
-            Arg::out(dbias, accumulate),
-            Arg::U32(accumulate.into()),
-        ];
+        let mut args = vec![Arg::InOut(p.logits), Arg::In(p.bias), Arg::In(class_rows)];
+        args.extend([p.rows(), p.chunk_classes, p.classes, p.first_class].map(Arg::U32));
+        args.push(Arg::F32(smoothing / p.all_classes as f32));
+        args.extend([p.sample, p.label_positions].map(Arg::In));
+        args.extend([Arg::out(dbias, accumulate), Arg::U32(accumulate.into())]);
         let grid = [p.chunk_classes.div_ceil(256), p.chunk_count, 1];
         kernel("class_gradient", plain(grid, [256, 1, 1]), args)
     }

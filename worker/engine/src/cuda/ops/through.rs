@@ -6,8 +6,7 @@ use super::{Arg, Geometry, Kernel, NormBackward, Operand, Ops, Shape, kernel, no
 pub(in crate::cuda) const TILE_ROWS: u32 = 64;
 /// Channels of a tile of this kernel.
 pub(in crate::cuda) const TILE_CHANNELS: u32 = 256;
-/// Padding, in values, of a product's rows in shared memory, which puts rows that a warp reads together into different
-/// banks.
+/// Padding, in values, of a product's rows in shared memory, which puts rows that a warp reads together into different banks.
 pub(in crate::cuda) const ROW_PADDING: u32 = 8;
 
 /// The gradient of a block's output, as `dy x weights + added`: `dy` `[rows, inner]` and `weights` `[inner, channels]` are of
@@ -24,8 +23,8 @@ pub(in crate::cuda) struct OutputGradient {
 }
 
 impl Ops {
-    /// As [`Ops::norm_backward_sums`], but with `gradient` instead of `p.gradient`; dz must be present. Traffic:
-    /// x, `added` and dz once, dy a few times, mostly from the L2 cache.
+    /// As [`Ops::norm_backward_sums`], but with `gradient` instead of `p.gradient`; dz must be present. Traffic: dy a few
+    /// times, mostly from the L2 cache.
     pub(in crate::cuda) fn norm_backward_through(&self, p: NormBackward, gradient: OutputGradient) -> Kernel {
         let OutputGradient { dy, weights, inner, added, mask } = gradient;
         let mut args = vec![Arg::In(p.x), Arg::In(dy), Arg::In(weights), Arg::U32(inner)];

@@ -38,14 +38,7 @@ impl Program {
         let share = (gpu.plan.optimizer_sharding && !plan.is_split() && comm.size() > 1)
             .then(|| Share { rank: comm.rank() as usize, ranks: comm.size() as usize });
         let part_count = share.unwrap_or(Share::WHOLE).ranks;
-        let layout = Layout::new(
-            &network,
-            &plan.ops,
-            plan.padded_input,
-            plan.padded_classes,
-            plan.has_folded_input,
-            part_count,
-        );
+        let layout = Layout::new(&plan, part_count);
         let ops = Ops::new(dtype, device.multiprocessors, device.capability);
         let (first_scale, dynamic_scale) = match (&gpu.loss_scale, dtype) {
             (_, DType::F32 | DType::Bf16) => (1.0, None),
@@ -64,7 +57,6 @@ impl Program {
             config.optimizer,
             ops.statistics_copy_blocks(),
         )?;
-        let vector_gradients = device.zeros(4 * (layout.trained_len - layout.matrix_len).max(1))?;
         let syncs_norms = config.sync_batch_norm && comm.size() > 1 && !network.frozen_norm;
         let stages = groups.map_or(1, |groups| groups.stage.size() as usize);
         let reducer = match (comm.size(), stages) {
@@ -81,18 +73,13 @@ impl Program {
                     comm.as_ref(),
                     groups,
                     plan.splits_operators,
-                    layout.buckets.len(),
                     &gradients,
                     syncs_norms.then_some(&channels[..]),
                 )?)
             }
         };
-        let accumulated_gradients = match config.accumulate {
-            0 | 1 => None,
-            _ => Some(device.zeros(4 * layout.matrix_len)?),
-        };
         let data_ranks = groups.map_or(1, |groups| groups.data.size() as usize);
-        let is_unstored = plan.recomputes_head_gradient(accumulated_gradients.is_some(), data_ranks)
+        let is_unstored = plan.recomputes_head_gradient(config.accumulate > 1, data_ranks)
             || plan.sampled_classes().is_some();
         let unstored_len = if is_unstored { layout.split_matrix_len } else { 0 };
         let matrix_gradients = device.zeros(dtype.size() * (layout.matrix_len - unstored_len))?;
@@ -113,7 +100,14 @@ impl Program {
             (Region::Rates, device.zeros(8 * count)?),
             (Region::ChannelSums, device.zeros(8 * channels)?),
             (Region::Stamps, device.zeros(256)?),
+            (Region::Totals, device.zeros(256)?),
+            (Region::CheckResult, device.zeros(256)?),
+            (Region::Normalisation, device.zeros(4 * 256 * network.channels)?),
+            (Region::VectorGradients, device.zeros(4 * (layout.trained_len - layout.matrix_len).max(1))?),
         ]);
+        if config.accumulate > 1 {
+            buffers.insert(Region::Accumulated, device.zeros(4 * layout.matrix_len)?);
+        }
         if config.optimizer.is_muon() {
             buffers.insert(Region::Policies, device.upload(&policies(&layout, &config.optimizer))?);
         }
@@ -124,20 +118,28 @@ impl Program {
         // In the schedule, at most one micro-batch for each stage from this one to the last is between its forward and its backward pass.
         let micro_batches_in_flight = (stages - network.stage().0).min(config.accumulate.max(1));
         let inputs = Inputs::new(device, config.batch_size, micro_batches_in_flight)?;
+        let norm_values = device.zeros(norm_bytes.max(4) * micro_batches_in_flight)?;
+        buffers.insert(Region::NormValues, norm_values);
         // A split head has separate kernels and does not copy its logits.
         let (padded_classes, logits_bytes) = match &plan.head {
             None => (plan.padded_classes, 4 * config.batch_size * network.classes),
             Some(_) => (0, 4),
         };
+        buffers.insert(Region::EvaluatedLogits, device.zeros(logits_bytes)?);
         if plan.is_split() {
             let bytes = (plan.model_ranks + 1) * inputs.control.bytes;
             buffers.insert(Region::GroupControls, device.zeros(bytes)?);
         }
         let scratch = ops.scratch_bytes(config.batch_size as u32, padded_classes as u32, count as u32);
         buffers.insert(Region::Scratch, device.zeros(scratch)?);
-        let class_weights = config.loss.class_weights.as_ref().map(|weights| device.upload(&weights[..]));
+        if let Some(weights) = &config.loss.class_weights {
+            buffers.insert(Region::ClassWeights, device.upload(&weights[..])?);
+        }
+        let event_ids = [EventId::SideBegin, EventId::SideEnd, EventId::CollectivesDone]
+            .into_iter()
+            .chain((0..plan.ops.len()).map(EventId::WeightGradient))
+            .chain((0..=layout.buckets.len()).map(EventId::BucketReady));
         let mut program = Self {
-            class_weights: class_weights.transpose()?,
             ops,
             kernels,
             buffers,
@@ -146,35 +148,23 @@ impl Program {
             data_ranks,
             micro_batches_in_flight,
             results: Results::new(device)?,
-            normalisation: device.zeros(4 * 256 * network.channels)?,
             scalings: HashMap::new(),
-            check_result: device.zeros(256)?,
-            totals: device.zeros(256)?,
-            arena: device.alloc(256)?,
-            workspace: device.alloc(256)?,
-            side_workspace: device.alloc(256)?,
             main_stream: OwnedStream::new()?,
             side_stream: OwnedStream::new()?,
-            side_begin: Event::new()?,
-            side_end: Event::new()?,
-            weight_gradients_done: plan.ops.iter().map(|_| Event::new()).collect::<Result<_, _>>()?,
-            evaluated_logits: device.zeros(logits_bytes)?,
+            events: event_ids.map(|id| Ok((id, Event::new()?))).collect::<Result<_, CudaError>>()?,
             dynamic_scale,
             config: config.clone(),
             state,
             reducer,
             matrix_gradients,
             unstored_len,
-            vector_gradients,
-            accumulated_gradients,
-            norm_values: device.zeros(norm_bytes.max(4) * micro_batches_in_flight)?,
             norms,
             networks: vec![network],
             plan,
         };
         let trains = true;
         program.tune_convolutions(device, trains)?;
-        let bytes = program.arena_bytes(trains)?;
+        let bytes = arena_bytes(&program.facts(), trains)?;
         program.allocate(device, bytes)?;
         Ok(program)
     }
@@ -200,14 +190,14 @@ impl Program {
             return Err(CudaError::Unsupported(text).into());
         }
         // The memory must suffice for the largest size.
-        let mut bytes = self.arena.bytes / self.micro_batches_in_flight;
+        let mut bytes = self.buffer(Region::Arena).bytes / self.micro_batches_in_flight;
         for (networks, trains) in [(training, true), (evaluation, false)] {
             for network in networks {
                 check(network)?;
                 self.networks.push(network.clone());
                 self.plan.set_network(network.clone());
                 self.tune_convolutions(device, trains)?;
-                bytes = bytes.max(self.arena_bytes(trains)?);
+                bytes = bytes.max(arena_bytes(&self.facts(), trains)?);
             }
         }
         self.plan.set_network(current);
@@ -217,9 +207,10 @@ impl Program {
     /// Chooses cuDNN's plan for each convolution of the current size, for the forward pass or, if `trains`, for all passes. Before that,
     /// checks that there is memory for the activations, because timing the plans for a large batch takes minutes.
     fn tune_convolutions(&mut self, device: &Device, trains: bool) -> Result<(), EngineError> {
-        let bytes = self.arena_bytes(trains)?.saturating_mul(self.micro_batches_in_flight);
-        // The current arena is freed before a larger one is allocated.
-        device.check_free(bytes.saturating_sub(self.arena.bytes))?;
+        let bytes = arena_bytes(&self.facts(), trains)?.saturating_mul(self.micro_batches_in_flight);
+        // The current arena, if there is one, is freed before a larger one is allocated.
+        let current_bytes = self.buffers.get(&Region::Arena).map_or(0, |arena| arena.bytes);
+        device.check_free(bytes.saturating_sub(current_bytes))?;
         let mut convolutions = Vec::new();
         for op in &self.plan.ops {
             let Some(convolution) = self.plan.convolution(op) else { continue };
@@ -248,19 +239,21 @@ impl Program {
     /// Allocates memory for activations, `bytes` for each micro-batch in flight, and the workspaces of all convolutions.
     fn allocate(&mut self, device: &Device, bytes: usize) -> Result<(), EngineError> {
         let [of_weight_gradients, of_others] = self.tuner.workspace_bytes();
-        self.workspace = device.alloc(of_others.max(self.ops.bottleneck_bytes()))?;
-        self.side_workspace = device.alloc(of_weight_gradients)?;
+        let of_others = of_others.max(self.ops.bottleneck_bytes());
+        self.buffers.insert(Region::Workspace, device.alloc(of_others)?);
+        self.buffers.insert(Region::SideWorkspace, device.alloc(of_weight_gradients)?);
         // Frees the old arena first, because both arenas may not fit.
-        self.arena = device.alloc(256)?;
-        self.arena = device.zeros(bytes * self.micro_batches_in_flight)?;
+        drop(self.buffers.remove(&Region::Arena));
+        let all_bytes = bytes * self.micro_batches_in_flight;
+        self.buffers.insert(Region::Arena, device.zeros(all_bytes)?);
         if self.plan.network.stage().0 > 0 {
             let values = |network: &Arc<Network>| network.tensors[network.input()].len();
             let values = self.networks.iter().map(values).max().unwrap_or(0);
             let bytes = self.plan.batch * values * self.plan.dtype.size();
             self.buffers.insert(Region::InputGradient, device.zeros(bytes)?);
         }
-        let (main, side) = (self.workspace.bytes >> 20, self.side_workspace.bytes >> 20);
-        tracing::debug!("activations take {} MB, workspaces {main} and {side} MB", self.arena.bytes >> 20);
+        let (main, side) = (of_others >> 20, of_weight_gradients >> 20);
+        tracing::debug!("activations take {} MB, workspaces {main} and {side} MB", all_bytes >> 20);
         Ok(())
     }
 
@@ -277,6 +270,6 @@ impl Program {
         convolution.groups == 1
             && self.plan.dtype == DType::F16
             && !self.tuner.is_deterministic
-            && !self.ops.is_norm_small(shape, waits)
+            && self.ops.one_launch_geometry(shape, waits).is_none()
     }
 }

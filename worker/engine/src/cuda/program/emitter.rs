@@ -2,7 +2,7 @@
 //! same facts give the same list.
 
 use super::*;
-use crate::cuda::command::{Collective, EventId, Group, Kernel, Part, StreamId};
+use crate::cuda::command::Group;
 use std::collections::VecDeque;
 
 mod backward;
@@ -23,6 +23,8 @@ mod update;
 /// Number of newest weight gradients that may still run on the side stream when the backward pass frees the memory of older ones.
 const PENDING_WEIGHT_GRADIENTS: usize = 4;
 
+type Result<T = (), E = EngineError> = std::result::Result<T, E>;
+
 /// Messages to or from other ranks, each with the other rank's index in the group and the memory.
 type Messages = Vec<(u32, Operand)>;
 
@@ -30,21 +32,21 @@ type Messages = Vec<(u32, Operand)>;
 #[derive(Debug, Clone, Copy)]
 enum Gradient {
     /// The gradient of every value.
-    Whole(Allocation),
+    Whole(Operand),
     /// The gradient of the mean over all pixels.
-    Pooled(Allocation),
+    Pooled(Operand),
     /// The gradient `dy` of the output of a 1x1 convolution with `outputs` channels, which reads the activation. The kernel of the batch
     /// norm before the convolution computes the convolution's dgrad.
-    ThroughConv { dy: Allocation, weights: Operand, outputs: usize },
+    ThroughConv { dy: Operand, weights: Operand, outputs: usize },
     /// The gradient of a ReLU's input. The sums of the batch norm before the ReLU are already computed.
-    Summed(Allocation),
+    Summed(Operand),
     /// The gradient `g` of the output of the batch norm with index `norm`, and the batch norm's input `x`. The sums over `g` are already
     /// computed. The backward pass of the convolution before the batch norm computes the gradient of `x` from them.
-    Deferred { g: Allocation, x: Allocation, norm: usize },
+    Deferred { g: Operand, x: Operand, norm: usize },
 }
 
 impl Gradient {
-    fn allocation(self) -> Allocation {
+    fn allocation(self) -> Operand {
         match self {
             Gradient::Whole(at)
             | Gradient::Pooled(at)
@@ -64,26 +66,26 @@ struct GraphEmitter<'a> {
     /// of small tensors leave most of the GPU idle.
     weight_gradient_stream: StreamId,
     /// The weight gradients that may still run, oldest first: the index of each, and the allocations to free after it.
-    pending_weight_gradients: VecDeque<(usize, Vec<Allocation>)>,
+    pending_weight_gradients: VecDeque<(usize, Vec<Operand>)>,
     /// Number of weight gradients on the side stream so far.
     weight_gradient_count: usize,
     /// By tensor: its memory, while operations need it.
-    activations: Vec<Option<Allocation>>,
+    activations: Vec<Option<Operand>>,
     /// By tensor: the number of operations that will still read it. In evaluation, all operations count. In training, only operations whose
     /// backward pass reads the tensor count (a convolution or linear layer, a batch norm, a GELU or a ReLU).
     remaining_readers: Vec<usize>,
     /// By batch norm: the ReLU's mask with a bit per value of the output or, for a pooled batch norm, the argmax with a byte per value.
-    masks: Vec<Option<Allocation>>,
+    masks: Vec<Option<Operand>>,
     /// By tensor: the argmax of the unfused max pooling that computes the tensor.
-    argmax: Vec<Option<Allocation>>,
+    argmax: Vec<Option<Operand>>,
     /// By tensor: the gradients that its readers have computed so far.
     gradients: Vec<Vec<Gradient>>,
     /// Allocations with two owners. The first call of `free` removes the entry, and the second call frees the memory.
-    shared_allocations: Vec<Allocation>,
+    shared_allocations: Vec<Operand>,
     /// Number of buckets of gradients whose reduction has started.
     sent_bucket_count: usize,
     /// The operands of the gradient of a split head's weights, if the update computes this gradient.
-    features_and_dlogits: Option<[Allocation; 2]>,
+    features_and_dlogits: Option<[Operand; 2]>,
     /// The sampled classes of a split head, in training.
     sampled_head: Option<sampled_head::SampledHead>,
     /// In training with a margin: the memory of the cosines.
@@ -121,7 +123,7 @@ pub(super) fn emit(
     phase: Phase,
     input: Input,
     weight_gradient_stream: StreamId,
-) -> Result<Emitted, EngineError> {
+) -> Result<Emitted> {
     let mut emitter = GraphEmitter::new(facts, weight_gradient_stream);
     emitter.emit_network(phase, input)?;
     let GraphEmitter { arena, commands, forward_command_count, .. } = emitter;
@@ -155,7 +157,7 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    fn emit_network(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
+    fn emit_network(&mut self, phase: Phase, input: Input) -> Result {
         self.count_readers(phase);
         self.begin_part(Part::Begin);
         self.begin(phase, input)?;
@@ -184,22 +186,19 @@ impl<'a> GraphEmitter<'a> {
 
     fn count_readers(&mut self, phase: Phase) {
         for op in &self.plan.ops {
-            match (phase, op) {
-                (Phase::Evaluate, _) => {
-                    op.reads().into_iter().for_each(|tensor| self.remaining_readers[tensor] += 1)
-                }
-                (Phase::Train(_), FusedOp::Conv(Conv { input, .. }) | FusedOp::Linear { input, .. }) => {
-                    self.remaining_readers[*input] += 1;
-                }
-                (
-                    Phase::Train(_),
-                    FusedOp::Norm(Norm { input, overwrites_input: false, .. }) | FusedOp::Gelu { input, .. },
-                ) => {
-                    self.remaining_readers[*input] += 1;
-                }
-                (Phase::Train(_), FusedOp::Relu { output, .. }) => self.remaining_readers[*output] += 1,
-                (Phase::Train(_), _) => {}
-            }
+            let read_in_backward = match op {
+                FusedOp::Conv(Conv { input, .. })
+                | FusedOp::Linear { input, .. }
+                | FusedOp::Norm(Norm { input, overwrites_input: false, .. })
+                | FusedOp::Gelu { input, .. } => Some(*input),
+                FusedOp::Relu { output, .. } => Some(*output),
+                _ => None,
+            };
+            let read = match phase {
+                Phase::Evaluate => op.reads(),
+                Phase::Train(_) => read_in_backward.into_iter().collect(),
+            };
+            read.into_iter().for_each(|tensor| self.remaining_readers[tensor] += 1);
         }
     }
 
@@ -207,7 +206,6 @@ impl<'a> GraphEmitter<'a> {
         self.commands.push(Command::Part(part));
     }
 
-    /// Appends kernels on `stream`.
     fn push_on(&mut self, stream: StreamId, kernels: impl IntoIterator<Item = Kernel>) {
         self.commands.extend(kernels.into_iter().map(|kernel| Command::Kernel { stream, kernel }));
     }
@@ -225,22 +223,21 @@ impl<'a> GraphEmitter<'a> {
         self.commands.push(Command::Wait { stream, event });
     }
 
-    /// Allocates `bytes` for `content`.
-    fn alloc_bytes(&mut self, bytes: usize, content: Content) -> Allocation {
+    fn alloc_bytes(&mut self, bytes: usize, content: Content) -> Operand {
         let allocation = self.arena.alloc(bytes);
-        self.commands.push(Command::Alloc { content, at: allocation.operand() });
+        self.commands.push(Command::Alloc { content, at: allocation });
         allocation
     }
 
     /// Frees an allocation with one owner.
-    fn free_now(&mut self, allocation: Allocation) {
-        self.commands.push(Command::Free { at: allocation.operand() });
+    fn free_now(&mut self, allocation: Operand) {
+        self.commands.push(Command::Free { at: allocation });
         self.arena.free(allocation);
     }
 
     /// Allocates memory for a tensor of the whole batch. Before the arena grows, the backward pass waits for all weight gradients except
     /// the newest [`PENDING_WEIGHT_GRADIENTS`], and frees the memory that they have read.
-    fn alloc(&mut self, tensor: TensorId, content: fn(TensorId) -> Content) -> Allocation {
+    fn alloc(&mut self, tensor: TensorId, content: fn(TensorId) -> Content) -> Operand {
         let bytes = self.tensor_bytes(tensor);
         if self.pending_weight_gradients.len() > PENDING_WEIGHT_GRADIENTS && !self.arena.fits(bytes) {
             let done: Vec<_> = self
@@ -258,31 +255,29 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// Allocates the memory of an activation that the current operation computes.
-    fn alloc_activation(&mut self, tensor: TensorId) -> Allocation {
+    fn alloc_activation(&mut self, tensor: TensorId) -> Operand {
         let y = self.alloc(tensor, Content::Activation);
         self.activations[tensor] = Some(y);
         y
     }
 
     /// Allocates the memory of a gradient of `tensor` that the current operation computes.
-    fn alloc_gradient(&mut self, tensor: TensorId) -> Allocation {
+    fn alloc_gradient(&mut self, tensor: TensorId) -> Operand {
         let dx = self.alloc(tensor, Content::Gradient);
         self.gradients[tensor].push(Gradient::Whole(dx));
         dx
     }
 
-    /// Exchanges messages with other ranks of `group`.
     fn exchange(&mut self, group: Group, sends: Messages, receives: Messages, dtype: DType) {
         self.commands.push(Command::Exchange { stream: StreamId::Main, group, sends, receives, dtype });
     }
 
-    /// Bytes of a tensor of the whole batch.
     fn tensor_bytes(&self, tensor: TensorId) -> usize {
         self.plan.values(tensor) * self.plan.dtype.size()
     }
 
     /// Frees an allocation. If it has two owners, each of them must call this function.
-    fn free(&mut self, allocation: Allocation) {
+    fn free(&mut self, allocation: Operand) {
         match self.shared_allocations.iter().position(|shared| *shared == allocation) {
             Some(index) => drop(self.shared_allocations.swap_remove(index)),
             None => self.free_now(allocation),
@@ -291,7 +286,7 @@ impl<'a> GraphEmitter<'a> {
 
     /// Frees an allocation that a weight gradient on the side stream may still read: together with the allocations of the newest weight
     /// gradient, if one may still run, otherwise at once.
-    fn free_with_newest(&mut self, allocation: Allocation) {
+    fn free_with_newest(&mut self, allocation: Operand) {
         match self.pending_weight_gradients.back_mut() {
             Some((_, allocations)) => allocations.push(allocation),
             None => self.free(allocation),
@@ -299,7 +294,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The memory of an activation, which an earlier operation must have computed.
-    fn activation(&self, tensor: TensorId) -> Result<Allocation, EngineError> {
+    fn activation(&self, tensor: TensorId) -> Result<Operand> {
         self.activations[tensor]
             .ok_or_else(|| EngineError::Parameters(format!("tensor {tensor} is read before it is computed")))
     }
@@ -335,11 +330,10 @@ impl<'a> GraphEmitter<'a> {
 ///
 /// # Errors
 /// An operation reads a tensor that no earlier operation has computed.
-pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize, EngineError> {
+pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize> {
     let only_micro_batch = MicroBatch { is_first: true, is_last: true, is_full: true, pass: None };
-    let bytes_of = |phase: Phase, weight_gradient_stream: StreamId| -> Result<usize, EngineError> {
-        let input = Input::Staged { at: 0, format: BatchFormat::Bytes };
-        Ok(emit(facts, phase, input, weight_gradient_stream)?.arena_bytes)
+    let bytes_of = |phase: Phase, weight_gradient_stream: StreamId| -> Result<usize> {
+        Ok(emit(facts, phase, Input::NONE, weight_gradient_stream)?.arena_bytes)
     };
     let evaluation = bytes_of(Phase::Evaluate, StreamId::Side)?;
     if !trains {
@@ -360,13 +354,7 @@ enum Stamp {
 }
 
 impl Stamp {
-    /// The memory of this time stamp.
     fn operand(self) -> Operand {
         Operand::new(Region::Stamps, 8 * self as usize, 8)
     }
-}
-
-/// The operand of an allocation; [`Operand::NONE`] without an allocation.
-fn optional(allocation: Option<Allocation>) -> Operand {
-    allocation.map_or(Operand::NONE, Allocation::operand)
 }

@@ -1,7 +1,7 @@
 //! Launches commands: converts operands to addresses, and streams and events to the driver's handles.
 
 use super::*;
-use crate::cuda::command::{Arg, EventId, Kernel, StreamId};
+use crate::cuda::command::Arg;
 
 impl Program {
     /// Launches the commands in order. `pictures` is the address of [`Region::Pictures`].
@@ -81,15 +81,7 @@ impl Program {
     }
 
     fn event(&self, event: EventId) -> Result<&Event, CudaError> {
-        let handle = match (event, &self.reducer) {
-            (EventId::SideBegin, _) => Some(&self.side_begin),
-            (EventId::SideEnd, _) => Some(&self.side_end),
-            (EventId::WeightGradient(number), _) => self.weight_gradients_done.get(number),
-            (EventId::BucketReady(bucket), Some(reducer)) => reducer.ready.get(bucket),
-            (EventId::CollectivesDone, Some(reducer)) => Some(&reducer.done),
-            (EventId::BucketReady(_) | EventId::CollectivesDone, None) => None,
-        };
-        handle.ok_or_else(|| absent(&format!("{event:?}")))
+        self.events.get(&event).ok_or_else(|| absent(&format!("{event:?}")))
     }
 
     fn address(&self, operand: Operand, pictures: Ptr) -> Result<Ptr, CudaError> {
@@ -100,61 +92,31 @@ impl Program {
         Ok(base.wrapping_add(operand.offset as u64))
     }
 
-    /// Address of a region, if it exists.
     fn region(&self, region: Region, pictures: Ptr) -> Option<Ptr> {
         let scaling =
             |axis: usize| self.scalings.get(&self.plan.network.image_size).map(|tables| &tables[axis].on_gpu);
         let buffer = match region {
-            Region::Nowhere => return Some(0),
             Region::Pictures => return Some(pictures),
             Region::InputRing => return Some(self.inputs.ring.device),
             Region::HostInputCounter => return Some(self.inputs.host_counter.device),
             Region::ResultRing => return Some(self.results.ring.device),
-            Region::Weights
-            | Region::LowPrecision
-            | Region::OptimizerSlot(_)
-            | Region::RunningStatistics
-            | Region::KeptStatistics
-            | Region::KeptSteps
-            | Region::AverageWeights
-            | Region::AverageStatistics
-            | Region::Scaler => return self.state.address(region),
-            Region::PeerTable | Region::PeerSequences | Region::StatisticsSums => {
-                return self.reducer.as_ref()?.address(region);
-            }
-            Region::Arena => Some(&self.arena),
-            Region::Normalisation => Some(&self.normalisation),
-            Region::ClassWeights => self.class_weights.as_ref(),
-            Region::ScaleRows => scaling(0),
-            Region::ScaleColumns => scaling(1),
-            Region::InputCounter => Some(&self.inputs.counter),
-            Region::Control => Some(&self.inputs.control),
-            Region::ResultCounter => Some(&self.results.counter),
+            Region::ScaleRows => scaling(0)?,
+            Region::ScaleColumns => scaling(1)?,
+            Region::InputCounter => &self.inputs.counter,
+            Region::Control => &self.inputs.control,
+            Region::ResultCounter => &self.results.counter,
             Region::MatrixGradients => {
                 // Offsets count from the first matrix, but the buffer begins with the first stored gradient.
                 let absent_bytes = (self.unstored_len * self.plan.dtype.size()) as u64;
                 return Some(self.matrix_gradients.ptr.wrapping_sub(absent_bytes));
             }
-            Region::VectorGradients => Some(&self.vector_gradients),
-            Region::Accumulated => self.accumulated_gradients.as_ref(),
-            Region::NormValues => Some(&self.norm_values),
-            Region::Totals => Some(&self.totals),
-            Region::EvaluatedLogits => Some(&self.evaluated_logits),
-            Region::CheckResult => Some(&self.check_result),
-            Region::GroupControls
-            | Region::InputGradient
-            | Region::ChannelSums
-            | Region::Stamps
-            | Region::Segments
-            | Region::Rates
-            | Region::Policies
-            | Region::BucketSquares
-            | Region::SegmentSquares
-            | Region::Scratch => self.buffers.get(&region),
-            Region::Workspace => Some(&self.workspace),
-            Region::SideWorkspace => Some(&self.side_workspace),
+            _ => {
+                let of_ranks = || self.reducer.as_ref()?.buffers.get(&region).map(|buffer| buffer.ptr);
+                let other = || self.buffers.get(&region).map(|buffer| buffer.ptr);
+                return self.state.address(region).or_else(of_ranks).or_else(other);
+            }
         };
-        buffer.map(|buffer| buffer.ptr)
+        Some(buffer.ptr)
     }
 }
 

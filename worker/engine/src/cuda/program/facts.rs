@@ -40,7 +40,6 @@ pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) has_class_weights: bool,
     /// Whether a step may have several micro-batches.
     pub(in crate::cuda) accumulates: bool,
-    /// Whether loss scaling is dynamic.
     pub(in crate::cuda) has_dynamic_scale: bool,
     /// How ranks reduce statistics; `None` for a single rank, which does not exchange gradients either.
     pub(in crate::cuda) statistics: Option<&'a Statistics>,
@@ -50,7 +49,7 @@ pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) share: Option<Share>,
     /// Whether a convolution, described with [`Convolution::sums`] set, should compute the sums for the following batch norm, because the
     /// tuner found that to be faster.
-    pub(in crate::cuda) computes_sums: &'a dyn Fn(&Convolution) -> bool,
+    pub(in crate::cuda) computes_sums: Box<dyn Fn(&Convolution) -> bool + 'a>,
     /// Resampling tables, by height and by width, from the dataset's size to the network's; `None` if both are equal.
     pub(in crate::cuda) scaling: Option<[&'a ScaleTable; 2]>,
 }
@@ -182,7 +181,6 @@ impl Facts<'_> {
         UpdatedRange { flat, optimizer_slots, rates: self.all_rates() }
     }
 
-    /// The rates of all parameters.
     pub(super) fn all_rates(&self) -> ops::Rates {
         let count = self.layout.parameters_with_gradients().len();
         let (segments, per_parameter, squares) = match self.share {
@@ -212,16 +210,10 @@ impl Facts<'_> {
         Operand::new(Region::Segments, bytes, bytes)
     }
 
-    /// Operands of the kernel that copies the running statistics before a step changes them.
-    pub(super) fn statistics_copy(&self) -> ops::StatisticsCopy {
+    /// Size in bytes of the running statistics of all batch norms.
+    pub(super) fn running_bytes(&self) -> usize {
         let end = self.norms.iter().map(|site| site.running_var.end()).max().unwrap_or(0);
-        let bytes = RunningLayout::padded_bytes(end);
-        ops::StatisticsCopy {
-            running: Operand::new(Region::RunningStatistics, 0, bytes),
-            kept_values: Operand::new(Region::KeptStatistics, 0, bytes),
-            kept_steps: Operand::whole(Region::KeptSteps),
-            finished_steps: Operand::new(Region::ResultCounter, 0, 4),
-        }
+        RunningLayout::padded_bytes(end)
     }
 
     /// The memory in which a convolution leaves the sums of its output for the following batch norm.
@@ -231,7 +223,6 @@ impl Facts<'_> {
         Operand::new(region, 0, 8 * self.plan.network.tensors[tensor].channels)
     }
 
-    /// How a batch norm's sums are reduced.
     pub(super) fn reduction(&self, node: &Norm, pass: NormPass) -> ops::Reduce {
         let channels = self.plan.network.tensors[node.input].channels;
         if *self.plan.network.placement(node.input) != Placement::Batch && self.data_ranks == 1 {

@@ -10,8 +10,7 @@ use crate::{
 };
 use std::{ops::Range, sync::Arc};
 
-/// The input's channels are padded to a multiple of this number, as cuDNN's tensor-core engines
-/// require.
+/// The input's channels are padded to a multiple of this number, as cuDNN's tensor-core engines require.
 const INPUT_MULTIPLE: usize = 4;
 /// The classes are padded to a multiple of this number, because kernels read 8 logits at a time, and the last
 /// linear layer runs as a 1x1 convolution, whose channels cuDNN's tensor-core engines want in multiples of 8.
@@ -25,9 +24,7 @@ const MAX_CHUNK_WEIGHTS: usize = if cfg!(test) { 1 << 14 } else { 1 << 28 };
 /// A last layer whose classes are split over the ranks of a model group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::cuda) struct SplitHead {
-    /// Number of ranks of the group.
     pub(in crate::cuda) ranks: usize,
-    /// This rank's index in the group.
     pub(in crate::cuda) rank: usize,
     /// Rank `r` has the classes from `bounds[r]` to `bounds[r + 1]`.
     pub(in crate::cuda) bounds: Vec<usize>,
@@ -44,7 +41,6 @@ pub(in crate::cuda) struct SampledClasses {
     pub(in crate::cuda) drawn_count: usize,
     /// Maximum number of sampled classes.
     pub(in crate::cuda) capacity: usize,
-    /// Number of chunks into which these classes are divided.
     pub(in crate::cuda) chunk_count: usize,
     pub(in crate::cuda) seed: u64,
 }
@@ -58,12 +54,10 @@ impl SplitHead {
         Some(Self { ranks: bounds.len() - 1, rank, bounds, chunk_count, sampled_classes: None })
     }
 
-    /// This rank's classes.
     pub(in crate::cuda) fn own_classes(&self) -> Range<usize> {
         self.bounds[self.rank]..self.bounds[self.rank + 1]
     }
 
-    /// Maximum number of classes of a rank.
     pub(in crate::cuda) fn max_classes(&self) -> usize {
         max_classes(&self.bounds)
     }
@@ -84,16 +78,16 @@ fn max_classes(bounds: &[usize]) -> usize {
 #[derive(Debug, Clone)]
 pub(in crate::cuda) struct StepPlan {
     /// This rank's part of the network for the current image size.
-    pub(super) network: Arc<Network>,
+    pub(in crate::cuda) network: Arc<Network>,
     capabilities: Capabilities,
-    pub(super) ops: Vec<FusedOp>,
+    pub(in crate::cuda) ops: Vec<FusedOp>,
     /// Number of this rank's pictures in a micro-batch, including padding.
     pub(super) batch: usize,
     pub(super) dtype: DType,
     /// Number of channels of the input in memory.
-    pub(super) padded_input: usize,
+    pub(in crate::cuda) padded_input: usize,
     /// Number of classes in memory, the same on every rank.
-    pub(super) padded_classes: usize,
+    pub(in crate::cuda) padded_classes: usize,
     /// Number of ranks that share this rank's copy of the network.
     pub(super) model_ranks: usize,
     /// This rank's index among the ranks that share its copy.
@@ -106,7 +100,7 @@ pub(in crate::cuda) struct StepPlan {
     pub(super) margin: Option<Margin>,
     /// Whether the first convolution, a 7x7 convolution with stride 2, runs as a 4x4 convolution over 2x2 pixels, because cuDNN is slow
     /// with few channels (1.9 ms of the 28 ms of ResNet-50's step at batch 256).
-    pub(super) has_folded_input: bool,
+    pub(in crate::cuda) has_folded_input: bool,
 }
 
 /// The fused kernels of this engine. With `matrix_kernels`, kernels with their own matrix multiplication are included.
@@ -220,7 +214,6 @@ impl StepPlan {
         self.norms().find(|node| node.norm == index).unwrap_or_else(|| unreachable!("no batch norm {index}"))
     }
 
-    /// Whether exactly one operation reads `tensor`.
     pub(super) fn is_read_once(&self, tensor: TensorId) -> bool {
         self.ops.iter().flat_map(FusedOp::reads).filter(|read| *read == tensor).count() == 1
     }
@@ -243,17 +236,14 @@ impl StepPlan {
         last_layer(&self.network)
     }
 
-    /// Whether ranks share the rows of pictures.
     pub(super) fn shares_rows(&self) -> bool {
         self.network.rows(self.network.input()).is_some()
     }
 
-    /// Number of chunks of the logits in memory.
     pub(super) fn chunk_count(&self) -> usize {
         self.head.as_ref().map_or(1, |head| head.chunk_count)
     }
 
-    /// Number of classes of a chunk.
     pub(super) fn chunk_classes(&self) -> usize {
         self.padded_classes / self.chunk_count()
     }

@@ -22,10 +22,7 @@ fn gpu_pictures_are_augmented_as_on_the_cpu() {
             image_size: Some(ImageSize::Fixed(side)),
             ..DataSpec::default()
         };
-        let network = Arc::new(
-            resnet::build(&ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() }, side as usize, 1, 10)
-                .unwrap(),
-        );
+        let network = network_of(Arch::ResNet20, Stem::Cifar, side as usize, 1);
         let config = config(64);
         let plan = EpochPlan { epoch: 1, drop_remainder: true, threads: 2, ..EpochPlan::of(64) };
         let mut results = Vec::new();
@@ -39,8 +36,7 @@ fn gpu_pictures_are_augmented_as_on_the_cpu() {
             data.set_format(format);
             let batch = data.epoch(plan).next().unwrap().unwrap();
             let result = engine.train_step(&[batch], 0.01).unwrap();
-            let (rank, world_size, batch_size, threads) = (0, 1, 64, 1);
-            let validation = data.validation(rank, world_size, batch_size, threads).next().unwrap().unwrap();
+            let validation = validation_batch(&data, 64);
             let evaluated = engine.eval_step(&validation).unwrap();
             // Views of pictures of the network's size.
             let views = if side == 28 { View::of(6) } else { Vec::new() };
@@ -55,16 +51,15 @@ fn gpu_pictures_are_augmented_as_on_the_cpu() {
         let (expected_loss, expected_sum, expected_views) = &results[0];
         for (loss, loss_sum, of_views) in &results[1..] {
             // After scaling, a byte may be rounded differently.
-            assert!(
-                (loss - expected_loss).abs() < 2e-3 * expected_loss,
-                "{side} px: loss {loss}, not {expected_loss}"
-            );
-            assert!(
-                (loss_sum - expected_sum).abs() < 5e-3 * expected_sum,
-                "{side} px: sum of losses of the evaluation {loss_sum}, not {expected_sum}"
+            assert_near(*loss, *expected_loss, 2e-3, format_args!("{side} px: loss"));
+            assert_near(
+                *loss_sum,
+                *expected_sum,
+                5e-3,
+                format_args!("{side} px: sum of losses of the evaluation"),
             );
             for (actual, expected) in of_views.iter().zip(expected_views) {
-                assert!((actual - expected).abs() < 5e-3 * expected, "{side} px: {actual}, not {expected}");
+                assert_near(*actual, *expected, 5e-3, format_args!("{side} px: sum of losses of a view"));
             }
         }
         // The six views differ.

@@ -91,7 +91,7 @@ fn gpu_default_losses_follow_the_cpu_engine() {
         {
             let mut gpu = cuda_as(&initial, &network, &config, default_in(precision));
             let actual = losses(gpu.as_mut(), &network, batch, 20, 0.002);
-            let worst = actual.iter().zip(&expected).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
+            let worst = worst_loss(&actual, &expected);
             eprintln!(
                 "{arch:?}, {precision:?}: 20 losses at most {worst:.1e} apart, last {} / {}",
                 actual[19], expected[19]
@@ -113,8 +113,7 @@ fn gpu_any_number_of_micro_batches_matches_the_cpu_engine() {
         image_size: Some(ImageSize::Fixed(8)),
         ..DataSpec::default()
     };
-    let model = ModelSpec { arch: Arch::ResNet20, stem: Stem::Cifar, ..ModelSpec::default() };
-    let network = Arc::new(resnet::build(&model, 8, 1, 10).unwrap());
+    let network = network_of(Arch::ResNet20, Stem::Cifar, 8, 1);
     let plan = EpochPlan { accumulate: 256, drop_remainder: true, threads: 2, ..EpochPlan::of(PICTURES) };
     let ring = crate::cuda::rings::SLOTS;
     for accumulate in [1, 16, ring - 1, ring, ring + 1, 3 * ring, 4096] {
@@ -152,7 +151,7 @@ fn gpu_any_number_of_micro_batches_matches_the_cpu_engine() {
         let cpu = all_losses.remove(0);
         assert!(cpu.len() >= 2);
         for actual in &all_losses {
-            let worst = actual.iter().zip(&cpu).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
+            let worst = worst_loss(actual, &cpu);
             // After scaling, a byte may be rounded differently.
             assert!(
                 actual.len() == cpu.len() && worst < 2e-3,

@@ -67,7 +67,6 @@ fn gpu_frozen_batch_norms_in_float32_match_the_cpu_engine() {
     }
 }
 
-/// A ragged batch is filled with padding.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_frozen_batch_norms_in_ragged_micro_batches_match_the_cpu_engine() {

@@ -27,13 +27,7 @@ fn gpu_kept_gradients_match_the_cpu_engine() {
                 let result = engine.train_step(&step, 0.0).unwrap();
                 let gradients = engine.gradients().unwrap();
                 let norm = gradients.values().map(|t| square(&t.values)).sum::<f64>().sqrt();
-                let norm_difference = (norm - f64::from(result.grad_norm)).abs() / norm;
-                assert!(
-                    norm_difference < 1e-4,
-                    "{}: {norm}, the step reports {}",
-                    network.arch,
-                    result.grad_norm
-                );
+                assert_near(result.grad_norm, norm, 1e-4, format_args!("reported norm of {}", network.arch));
                 gradients
             });
             assert!(actual.keys().eq(expected.keys()), "{}", network.arch);
@@ -76,10 +70,7 @@ fn gpu_timing_a_step_does_not_change_its_bits() {
             let convolutions: Vec<_> =
                 timed.iter().filter(|t| t.name.as_ref().is_some_and(|n| n.contains("conv"))).collect();
             assert_eq!(convolutions.len(), 49);
-            assert!(
-                convolutions.iter().all(|time| time.micros > 0.0 && time.micros < 1e6),
-                "{convolutions:?}"
-            );
+            assert!(convolutions.iter().all(|t| t.micros > 0.0 && t.micros < 1e6), "{convolutions:?}");
         }
     }
 }

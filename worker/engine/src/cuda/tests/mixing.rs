@@ -22,15 +22,9 @@ fn gpu_a_step_on_mixed_pictures_matches_the_cpu_engine() {
             let (mut cpu, mut gpu) = (cpu(&network, &config), cuda(&network, &config, precision));
             let (expected, actual) =
                 (cpu.train_step(&step, 0.1).unwrap(), gpu.train_step(&step, 0.1).unwrap());
-            let loss_difference = ((actual.loss - expected.loss) / expected.loss).abs();
-            assert!(
-                loss_difference < tolerance,
-                "{precision:?}, lambda {lambda}: {} {}",
-                actual.loss,
-                expected.loss
-            );
-            let norm_error = ((actual.grad_norm - expected.grad_norm) / expected.grad_norm).abs();
-            assert!(norm_error < tolerance.max(1e-3), "{precision:?}, lambda {lambda}: {norm_error}");
+            let case = format!("{precision:?}, lambda {lambda}");
+            assert_near(actual.loss, expected.loss, tolerance, &case);
+            assert_near(actual.grad_norm, expected.grad_norm, tolerance.max(1e-3), case);
             if precision == Precision::Fp32 {
                 assert_eq!(actual.correct, expected.correct, "lambda {lambda}");
                 let bias = "fc.bias.momentum";
@@ -67,9 +61,8 @@ fn gpu_a_step_with_class_weights_matches_the_cpu_engine() {
             let (expected, actual) =
                 (cpu.train_step(&step, 0.1).unwrap(), gpu.train_step(&step, 0.1).unwrap());
             let case = format!("{precision:?}, mixed: {is_mixed}: {actual:?} {expected:?}");
-            assert!(((actual.loss - expected.loss) / expected.loss).abs() < tolerance, "{case}");
-            let norm_error = ((actual.grad_norm - expected.grad_norm) / expected.grad_norm).abs();
-            assert!(norm_error < tolerance.max(1e-3), "{case}");
+            assert_near(actual.loss, expected.loss, tolerance, &case);
+            assert_near(actual.grad_norm, expected.grad_norm, tolerance.max(1e-3), &case);
             if precision == Precision::Fp32 {
                 let bias = "fc.bias.momentum";
                 let [a, b] = [&gpu, &cpu].map(|e| e.optimizer_state().unwrap().slots[bias].values.clone());
@@ -137,8 +130,7 @@ fn gpu_resident_pictures_are_mixed_bit_for_bit_as_on_the_host() {
     {
         for (mixing, accumulate) in [(MIXUP, 1), (CUTMIX, 1), (MIXUP_AND_CUTMIX, 1), (MIXUP_AND_CUTMIX, 3)] {
             for precision in [Precision::Fp32, Precision::Fp16] {
-                let model = ModelSpec { arch, stem, ..ModelSpec::default() };
-                let network = Arc::new(resnet::build(&model, side as usize, channels, 10).unwrap());
+                let network = network_of(arch, stem, side as usize, channels);
                 let config = EngineConfig { accumulate, ..config(16) };
                 let [(resident_losses, resident_weights), (sent_losses, sent_weights)] =
                     [true, false].map(|is_resident| {
@@ -179,8 +171,7 @@ fn gpu_steps_on_resident_mixed_pictures_match_the_cpu_engine() {
         (Some(folder.path()), 48, 3),
     ] {
         for (mixing, accumulate) in [(MIXUP, 1), (CUTMIX, 1), (MIXUP_AND_CUTMIX, 2)] {
-            let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
-            let network = Arc::new(resnet::build(&model, side as usize, channels, 10).unwrap());
+            let network = network_of(Arch::ResNet20, Stem::Cifar, side as usize, channels);
             let config = EngineConfig { accumulate, ..config(16) };
             let [(results, evaluated), (gpu_results, gpu_evaluated)] = [false, true].map(|on_gpu| {
                 let mut data = source(path, side, mixing);
@@ -193,27 +184,18 @@ fn gpu_steps_on_resident_mixed_pictures_match_the_cpu_engine() {
                 let batches: Vec<Batch> = data.epoch(plan).take(5 * accumulate).map(Result::unwrap).collect();
                 let results: Vec<_> =
                     batches.chunks(accumulate).map(|step| engine.train_step(step, 0.001).unwrap()).collect();
-                let (rank, world_size, batch_size, threads) = (0, 1, 10, 1);
-                let validation =
-                    data.validation(rank, world_size, batch_size, threads).next().unwrap().unwrap();
-                (results, engine.eval_step(&validation).unwrap())
+                (results, engine.eval_step(&validation_batch(&data, 10)).unwrap())
             });
             // After scaling, a byte may be rounded differently.
             let tolerance = if [28, 32].contains(&side) { 1e-4 } else { 2e-3 };
             for (step, (actual, expected)) in gpu_results.iter().zip(&results).enumerate() {
-                let loss_difference = (actual.loss - expected.loss).abs() / expected.loss;
-                eprintln!("{side} px, {mixing:?}, step {step}: {} / {}", actual.loss, expected.loss);
-                assert!(
-                    loss_difference < tolerance,
-                    "{side} px, {mixing:?}, step {step}: {actual:?} / {expected:?}"
-                );
+                let case = format!("{side} px, {mixing:?}, step {step}");
+                eprintln!("{case}: {} / {}", actual.loss, expected.loss);
+                assert_near(actual.loss, expected.loss, tolerance, case);
                 assert_eq!(actual.samples, expected.samples);
             }
-            let (actual, expected) = (gpu_evaluated.loss_sum, evaluated.loss_sum);
-            assert!(
-                (actual - expected).abs() < 5e-3 * expected,
-                "{side} px, {mixing:?}: evaluation {gpu_evaluated:?} / {evaluated:?}"
-            );
+            let case = format!("{side} px, {mixing:?}: evaluation");
+            assert_near(gpu_evaluated.loss_sum, evaluated.loss_sum, 5e-3, case);
         }
     }
 }
@@ -224,9 +206,7 @@ fn gpu_mixed_pictures_come_from_the_host_as_bytes() {
     let path = fashion_mnist();
     let mut data = DataSource::open(&path, &DataSpec { crop_padding: 2, ..DataSpec::default() }, 1).unwrap();
     data.set_mixing(MIXUP_AND_CUTMIX);
-    let network =
-        resnet::build(&ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() }, 28, 1, 10).unwrap();
-    let (network, config) = (Arc::new(network), config(16));
+    let (network, config) = (network_of(Arch::ResNet20, Stem::Cifar, 28, 1), config(16));
     let (mut cpu, mut gpu) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
     let plan = EpochPlan { drop_remainder: true, ..EpochPlan::of(16) };
     let expected: Vec<Batch> = data.epoch(plan).take(4).map(Result::unwrap).collect();
@@ -238,6 +218,6 @@ fn gpu_mixed_pictures_come_from_the_host_as_bytes() {
         assert!(actual.augment_params.is_empty() && actual.bytes.len() == 16 * 28 * 28);
         let [a, b] = [(&mut gpu, actual), (&mut cpu, expected)]
             .map(|(engine, batch)| engine.train_step(std::slice::from_ref(batch), 0.0).unwrap().loss);
-        assert!((a - b).abs() < 5e-3 * b, "{a} instead of {b}");
+        assert_near(a, b, 5e-3, "loss");
     }
 }

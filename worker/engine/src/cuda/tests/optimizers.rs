@@ -5,10 +5,6 @@ use crate::{LossScaling, OptimizerState, optimizer::slot_name};
 use lockstep_host::tensors::HostTensor;
 use lockstep_protocol::spec::OptimizerKind;
 
-fn is_adam(kind: OptimizerKind) -> bool {
-    matches!(kind, OptimizerKind::AdamW | OptimizerKind::Lamb)
-}
-
 /// All of [`OptimizerKind::ALL`] with suitable learning rates, with and without weight decay on all parameters.
 fn optimizers() -> Vec<(String, Optimizer, f32)> {
     let settings = |kind: OptimizerKind| {
@@ -163,7 +159,8 @@ fn check_update(
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_adamw_and_lamb_match_their_formulas_and_continue_exactly() {
-    for (name, optimizer, lr) in optimizers().into_iter().filter(|(_, o, _)| is_adam(o.kind)) {
+    let is_adam = |o: &Optimizer| matches!(o.kind, OptimizerKind::AdamW | OptimizerKind::Lamb);
+    for (name, optimizer, lr) in optimizers().into_iter().filter(|(_, o, _)| is_adam(o)) {
         // A folded stem, padded channels and classes, parameters of many lengths.
         let network = network(Arch::ResNet18, Stem::Imagenet, 64);
         let config = EngineConfig { optimizer: Optimizer { epsilon: 1e-8, ..optimizer }, ..config(16) };

@@ -142,7 +142,7 @@ fn run(engine: &mut dyn Engine, case: &Case, network: &Network, set: Option<usiz
 
 /// Trains a case on GPUs and on one CPU rank, and compares. Losses may differ by `loss` (relative), and weights by `bound` relative to the
 /// weights' change in training.
-pub(super) fn compare(case: Case, loss: f32, bound: f64) {
+pub(super) fn compare(case: Case, loss: f64, bound: f64) {
     let network = Arc::new((case.network)());
     let config_of = |batch_size: usize| EngineConfig { accumulate: case.accumulate, ..config(batch_size) };
     let start = initial(&network);
@@ -169,15 +169,13 @@ pub(super) fn compare(case: Case, loss: f32, bound: f64) {
             expected_step.loss, expected_step.grad_norm
         );
         assert_eq!(samples, expected_step.samples, "{case:?}");
-        assert!((actual_loss - expected_step.loss).abs() < loss * expected_step.loss, "{case:?}");
+        assert_near(actual_loss, expected_step.loss, loss, format_args!("{case:?}"));
         assert!(norms.iter().all(|norm| *norm == norms[0]), "{norms:?}");
-        assert!(
-            (norms[0] - expected_step.grad_norm).abs() < 100.0 * loss * expected_step.grad_norm,
-            "{case:?}"
-        );
+        assert_near(norms[0], expected_step.grad_norm, 100.0 * loss, format_args!("{case:?}: gradient"));
         for (rank, run) in runs.iter().enumerate() {
             let set_loss = sets[case.set_of(rank)].steps[step].loss;
-            assert!((run.steps[step].loss - set_loss).abs() <= loss * set_loss, "{case:?}, rank {rank}");
+            let loss_difference = f64::from(run.steps[step].loss - set_loss).abs();
+            assert!(loss_difference <= loss * f64::from(set_loss), "{case:?}, rank {rank}");
         }
     }
     for (rank, run) in runs.iter().enumerate() {
@@ -197,7 +195,7 @@ pub(super) fn compare(case: Case, loss: f32, bound: f64) {
     );
     assert!(weights < bound && logits_distance < bound, "{case:?}");
     for (actual, expected) in evaluated.iter().zip(expected.evaluated) {
-        assert!((actual - expected).abs() < bound * expected, "{case:?}");
+        assert_near(*actual, expected, bound, format_args!("{case:?}"));
     }
     // A single rank can continue from the checkpoint.
     single.load_state_dict(state).unwrap();
@@ -248,7 +246,7 @@ fn gpus_that_share_rows_may_have_separate_statistics() {
             let step = CASE.step(&network, number, Some(0));
             let [expected, actual] =
                 [cpu.train_step(&step, LR), engine.train_step(&step, LR)].map(|result| result.unwrap().loss);
-            assert!((actual - expected).abs() < 1e-5 * expected, "step {number}: {actual} / {expected}");
+            assert_near(actual, expected, 1e-5, format_args!("step {number}"));
         }
     });
 }

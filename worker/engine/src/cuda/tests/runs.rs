@@ -28,7 +28,7 @@ fn gpu_a_hundred_steps_in_float32_follow_the_cpu_engine() {
         let expected = losses(cpu_from(&initial, &network, &config).as_mut(), &network, batch, 100, lr);
         let mut gpu = cuda_from(&initial, &network, &config, Precision::Fp32);
         let actual = losses(gpu.as_mut(), &network, batch, 100, lr);
-        let worst = actual.iter().zip(&expected).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
+        let worst = worst_loss(&actual, &expected);
         eprintln!(
             "{arch:?}: 100 losses at most {worst:.1e} apart; the last {} / {}",
             actual[99], expected[99]

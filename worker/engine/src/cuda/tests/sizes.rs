@@ -72,8 +72,7 @@ fn gpu_resident_pictures_are_scaled_to_each_size() {
         validation_size: Some(40),
         ..DataSpec::default()
     };
-    let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
-    let network = Arc::new(resnet::build(&model, 28, 1, 10).unwrap());
+    let network = network_of(Arch::ResNet20, Stem::Cifar, 28, 1);
     let config = config(64);
     let mut results = Vec::new();
     for (format, on_gpu) in
@@ -93,16 +92,15 @@ fn gpu_resident_pictures_are_scaled_to_each_size() {
                 reported.push(engine.train_step(&[batch.unwrap()], 0.01).unwrap().loss);
             }
             engine.set_image_size(data.shape.image_size).unwrap();
-            let (rank, world_size, batch_size, threads) = (0, 1, 64, 1);
-            let validation = data.validation(rank, world_size, batch_size, threads).next().unwrap().unwrap();
-            reported.push(engine.eval_step(&validation).unwrap().loss_sum as f32 / 64.0);
+            let evaluated = engine.eval_step(&validation_batch(&data, 64)).unwrap();
+            reported.push(evaluated.loss_sum as f32 / 64.0);
         }
         eprintln!("{format:?}: {reported:?}");
         results.push(reported);
     }
     let cpu = results.remove(0);
     for actual in &results {
-        let worst = actual.iter().zip(&cpu).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
+        let worst = worst_loss(actual, &cpu);
         // After scaling, a byte may be rounded differently.
         assert!(worst < 5e-3, "{actual:?} / {cpu:?}");
     }

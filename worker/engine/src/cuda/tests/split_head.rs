@@ -192,7 +192,7 @@ fn step_totals(runs: &[Run], step: usize) -> (f32, u32) {
 
 /// Trains a case on GPUs and on CPU ranks, and compares. Losses may differ by `loss` (relative), and weights by `bound` relative to the
 /// weights' change in training.
-fn compare(case: Case, loss: f32, bound: f64) {
+fn compare(case: Case, loss: f64, bound: f64) {
     let network = case.network();
     let config = case.config(case.ranks() * PER_RANK);
     let expected_runs = case.run_on_cpu();
@@ -208,9 +208,9 @@ fn compare(case: Case, loss: f32, bound: f64) {
         let expected_norm = expected_runs[0].steps[step].grad_norm;
         let norms = runs.iter().map(|run| run.steps[step].grad_norm).collect::<Vec<_>>();
         eprintln!("{case:?}, step {step}: loss {actual} / {expected}, gradient {norms:?} / {expected_norm}");
-        assert!((actual - expected).abs() < loss * expected, "{case:?}, step {step}");
+        assert_near(actual, expected, loss, format_args!("{case:?}, step {step}"));
         assert!(norms.iter().all(|norm| *norm == norms[0]), "{norms:?}");
-        assert!((norms[0] - expected_norm).abs() < 100.0 * loss * expected_norm, "{case:?}, step {step}");
+        assert_near(norms[0], expected_norm, 100.0 * loss, format_args!("{case:?}, gradient of step {step}"));
         if case.precision == Precision::Fp32 {
             assert_eq!(correct, expected_correct, "{case:?}, step {step}");
         }
@@ -244,7 +244,7 @@ fn compare(case: Case, loss: f32, bound: f64) {
     };
     let (statistics, name) = super::worst_difference(&running(&state), &running(&expected_state));
     assert!(statistics < bound, "{case:?}: {name} differs by {statistics}");
-    assert!((evaluated[0] - expected_evaluated[0]).abs() < bound * expected_evaluated[0], "{case:?}");
+    assert_near(evaluated[0], expected_evaluated[0], bound, format_args!("{case:?}, evaluation"));
     let shapes = |state: &StateDict| {
         let slots = &state.optimizer.as_ref().unwrap().slots;
         slots.iter().map(|(name, tensor)| (name.clone(), tensor.shape.clone())).collect::<Vec<_>>()
@@ -341,7 +341,6 @@ fn gpus_that_split_operators_in_16_bits_are_near_one_rank() {
     }
 }
 
-/// Two copies of a network on two ranks each.
 #[test]
 #[ignore = "needs 4 GPUs"]
 fn gpus_in_a_mesh_that_split_operators_train_as_one_rank() {
@@ -358,7 +357,6 @@ fn gpus_two_copies_of_a_split_head_train_as_one_rank() {
     compare(Case { mesh: [2, 2], classes: 1003, accumulate: 2, ..CASE }, 1e-5, 1e-3);
 }
 
-/// GPUs sample the same classes as CPU ranks.
 #[test]
 #[ignore = "needs 2 GPUs"]
 fn gpus_a_split_head_samples_as_cpu_ranks_do() {
@@ -373,7 +371,6 @@ fn gpus_a_split_head_samples_as_cpu_ranks_do() {
     compare(Case { classes: 11, sample_share: 0.3, ..CASE }, 1e-5, 1e-3);
 }
 
-/// ArcFace and CosFace.
 #[test]
 #[ignore = "needs 2 GPUs"]
 fn gpus_a_head_with_a_margin_trains_as_one_rank() {
@@ -392,7 +389,6 @@ fn gpus_a_head_with_a_margin_trains_as_one_rank() {
     }
 }
 
-/// Two ranks that continue from their checkpoint compute equal bits.
 #[test]
 #[ignore = "needs 2 GPUs"]
 fn gpus_a_split_head_continues_from_its_checkpoint() {

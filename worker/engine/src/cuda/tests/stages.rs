@@ -39,7 +39,6 @@ fn gpus_with_stages_in_16_bits_are_close_to_one_rank() {
     }
 }
 
-/// Two copies of two stages, and four stages.
 #[test]
 #[ignore = "needs 4 GPUs"]
 fn gpus_in_a_mesh_with_stages_train_as_one_rank() {

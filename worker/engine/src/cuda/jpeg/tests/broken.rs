@@ -21,7 +21,7 @@ fn errors_name_a_broken_picture_with_any_decoder() {
         if let Some(content) = &content {
             fs::write(&path, content).unwrap();
         }
-        let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+        let spec = resized_crops(24);
         let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
         data.set_decoder(Arc::new(HostDecoder::default()));
         if content.is_none() {
@@ -38,15 +38,8 @@ fn broken_pictures_are_replaced_equally_with_any_decoder() {
     let dir = make_dataset(|_| (40, 40));
     let home = dir.path().join("train/all");
     fs::write(home.join("05.jpg"), undecodable()).unwrap();
-    let spec = DataSpec {
-        image_size: Some(ImageSize::Fixed(24)),
-        random_resized_crop: true,
-        broken_files: BrokenFiles::Skip,
-        ..spec()
-    };
-    let on_cores = open(dir.path(), &spec, BatchFormat::Bytes);
-    let mut on_device = open(dir.path(), &spec, BatchFormat::Bytes);
-    on_device.set_decoder(Arc::new(HostDecoder::default()));
+    let spec = DataSpec { broken_files: BrokenFiles::Skip, ..resized_crops(24) };
+    let [on_cores, on_device] = open_both(dir.path(), &spec, BatchFormat::Bytes);
     fs::remove_file(home.join("11.jpg")).unwrap();
     let expected = batches(&on_cores);
     assert!(batches(&on_device) == expected);
@@ -75,13 +68,11 @@ fn a_damaged_scan_is_found_before_training_with_any_decoder() {
     let file = fs::read(&path).unwrap();
     // Truncated in the middle, but with an end marker.
     fs::write(&path, [&file[..file.len() / 2], b"\xff\xd9"].concat()).unwrap();
-    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+    let spec = resized_crops(24);
     let error = DataSource::open(dir.path(), &spec, 5).unwrap_err().to_string();
     assert!(error.contains("05.jpg is damaged: its data is truncated"), "{error}");
     let spec = DataSpec { broken_files: BrokenFiles::Skip, ..spec };
-    let on_cores = open(dir.path(), &spec, BatchFormat::Bytes);
-    let mut on_device = open(dir.path(), &spec, BatchFormat::Bytes);
-    on_device.set_decoder(Arc::new(HostDecoder::default()));
+    let [on_cores, on_device] = open_both(dir.path(), &spec, BatchFormat::Bytes);
     assert_eq!(on_cores.shape.skipped.len(), 1);
     assert!(batches(&on_cores) == batches(&on_device));
 }

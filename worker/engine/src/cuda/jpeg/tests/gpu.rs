@@ -2,15 +2,13 @@
 
 use super::*;
 use cases::{Case, cases};
+use std::thread;
 
 #[path = "../../../../../data/src/picture/jpeg/cases.rs"]
 mod cases;
 
-/// Maximum mean difference, of 255, between pictures of nvJPEG and of the CPU's decoder. `LOCKSTEP_TEST_APART` sets another
-/// limit.
-fn max_mean_difference() -> f64 {
-    std::env::var("LOCKSTEP_TEST_APART").ok().and_then(|v| v.parse().ok()).unwrap_or(2.0)
-}
+/// Maximum mean difference, of 255, between pictures of nvJPEG and of the CPU's decoder.
+const MAX_MEAN_DIFFERENCE: f64 = 2.0;
 
 #[test]
 #[ignore = "needs a GPU"]
@@ -88,12 +86,12 @@ fn compare(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_batches_decoded_by_the_gpu_are_close_to_those_of_cpu_cores() {
-    let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
+    let spec = resized_crops(64);
     let dir = make_dataset(|number| (140 + number * 7 % 31, 132 + number * 5 % 23));
     let (data, mean, _) = compare(dir.path(), &spec);
     let decoded = data.decoded().unwrap();
     assert_eq!((decoded.by_device, decoded.by_cores.len()), (16, 2), "{decoded}");
-    assert!(mean <= max_mean_difference(), "{mean}");
+    assert!(mean <= MAX_MEAN_DIFFERENCE, "{mean}");
     // Chroma has half the width, or half the width and height; each picture has only some hundred pixels.
     for (name, file) in [
         ("4:2:2", &fixture!("half-chroma.jpg")[..]),
@@ -107,7 +105,7 @@ fn gpu_batches_decoded_by_the_gpu_are_close_to_those_of_cpu_cores() {
         let (data, mean, _) = compare(dir.path(), &spec);
         let decoded = data.decoded().unwrap();
         assert_eq!((decoded.by_device, decoded.by_cores.len()), (16, 0), "{name}: {decoded}");
-        assert!(mean <= 3.0 * max_mean_difference(), "{name}: {mean}");
+        assert!(mean <= 3.0 * MAX_MEAN_DIFFERENCE, "{name}: {mean}");
     }
 }
 
@@ -143,7 +141,7 @@ fn gpu_jpeg_files_of_all_kinds_match_libjpeg_or_are_left_to_cpu_cores() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_damaged_picture_does_not_change_others() {
-    let whole = planes::encode(&picture(1, 160, 96), SamplingFactor::R_4_2_0);
+    let whole = encode(&picture(1, 160, 96), SamplingFactor::R_4_2_0).unwrap();
     let decoder = super::super::open(0, DType::F16).unwrap();
     let single = decode(decoder.as_ref(), &[&whole], (160, 96)).remove(0).unwrap();
     // A truncated scan with an end marker, or a scan of zeros.
@@ -166,10 +164,37 @@ fn gpu_a_damaged_picture_does_not_change_others() {
 #[ignore = "needs a GPU"]
 fn gpu_after_a_decoder_is_closed_cpu_cores_decode() {
     let dir = make_dataset(|_| (140, 132));
-    let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
+    let spec = resized_crops(64);
     let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
     data.set_decoder(super::super::open(0, DType::F16).unwrap());
     assert_eq!(batches(&data).len(), batches(&data).len());
     data.close_decoder();
     assert!(batches(&data) == batches(&open(dir.path(), &spec, BatchFormat::Bytes)));
+}
+
+/// Files of a group, with different pictures and sizes.
+fn group(number: u32) -> Vec<Vec<u8>> {
+    let side = |i: u32, seed: u32| 90 + (i * 37 + number * 61 + seed) % 250;
+    (0..40).map(|i| jpeg(&picture(number * 40 + i, side(i, 0), side(i, 113)).into())).collect()
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_concurrent_groups_decode_as_separate_groups() {
+    let decoder = super::super::open(0, DType::F16).unwrap();
+    let groups: Vec<Vec<Vec<u8>>> = (0..6).map(group).collect();
+    let separate: Vec<_> = groups.iter().map(|files| decode(decoder.as_ref(), files, (96, 80))).collect();
+    assert!(separate.iter().flatten().all(Option::is_some), "an ordinary file is refused");
+    thread::scope(|scope| {
+        for first in 0..6 {
+            let (decoder, groups, separate) = (&decoder, &groups, &separate);
+            scope.spawn(move || {
+                for round in 0..30 {
+                    let number = (first + round * 5) % 6;
+                    let actual = decode(decoder.as_ref(), &groups[number], (96, 80));
+                    assert!(actual == separate[number], "group {number} in round {round}");
+                }
+            });
+        }
+    });
 }

@@ -36,43 +36,23 @@ pub(in crate::cuda) struct NormBackward {
 impl Gradient {
     /// Names of the kernels: sums, apply, one launch, frozen batch norm.
     fn names(self) -> [&'static str; 4] {
+        macro_rules! names {
+            ($gradient:literal) => {
+                [
+                    concat!("norm_backward_sums_", $gradient),
+                    concat!("norm_backward_apply_", $gradient),
+                    concat!("norm_backward_small_", $gradient),
+                    concat!("norm_backward_frozen_", $gradient),
+                ]
+            };
+        }
         match self {
-            Gradient::All { .. } => [
-                "norm_backward_sums_all",
-                "norm_backward_apply_all",
-                "norm_backward_small_all",
-                "norm_backward_frozen_all",
-            ],
-            Gradient::Relu { added: Operand::NONE, .. } => [
-                "norm_backward_sums_recompute",
-                "norm_backward_apply_recompute",
-                "norm_backward_small_recompute",
-                "norm_backward_frozen_recompute",
-            ],
-            Gradient::Relu { .. } => [
-                "norm_backward_sums_recompute_added",
-                "norm_backward_apply_recompute_added",
-                "norm_backward_small_recompute_added",
-                "norm_backward_frozen_recompute_added",
-            ],
-            Gradient::Mask { added: Operand::NONE, .. } => [
-                "norm_backward_sums_bits",
-                "norm_backward_apply_bits",
-                "norm_backward_small_bits",
-                "norm_backward_frozen_bits",
-            ],
-            Gradient::Mask { .. } => [
-                "norm_backward_sums_bits_added",
-                "norm_backward_apply_bits_added",
-                "norm_backward_small_bits_added",
-                "norm_backward_frozen_bits_added",
-            ],
-            Gradient::MaskPooled { .. } => [
-                "norm_backward_sums_bits_pooled",
-                "norm_backward_apply_bits_pooled",
-                "norm_backward_small_bits_pooled",
-                "norm_backward_frozen_bits_pooled",
-            ],
+            Gradient::All { .. } => names!("all"),
+            Gradient::Relu { added: Operand::NONE, .. } => names!("recompute"),
+            Gradient::Relu { .. } => names!("recompute_added"),
+            Gradient::Mask { added: Operand::NONE, .. } => names!("bits"),
+            Gradient::Mask { .. } => names!("bits_added"),
+            Gradient::MaskPooled { .. } => names!("bits_pooled"),
         }
     }
 
@@ -90,8 +70,8 @@ impl Gradient {
 impl Ops {
     /// Batch norm backward in the variant that suits the shape. With [`Reduce::StoreSums`], computes only the sums (and dz).
     ///
-    /// Traffic: in one launch, x, dy, `added`, dx (and dz) once. In two launches, x twice, dy and `added` once, dx once. The second launch
-    /// reads dz, which the first has written, as the gradient; without dz it reads dy and `added` again.
+    /// Traffic: in two launches, x twice. The second launch reads dz, which the first has written, as the gradient; without dz it reads dy
+    /// and `added` again.
     pub(in crate::cuda) fn norm_backward(&self, p: NormBackward) -> Vec<Kernel> {
         if p.reduce.stores_sums() {
             return vec![self.norm_backward_sums(p)];
@@ -109,8 +89,7 @@ impl Ops {
         vec![kernel(name, geometry, args)]
     }
 
-    /// The first pass: computes dz, the sums, dgamma and dbeta, then reduces the sums over ranks as `reduce` says. Traffic: x, dy
-    /// and `added` once, dz once if present.
+    /// The first pass: computes dz, the sums, dgamma and dbeta, then reduces the sums over ranks as `reduce` says.
     pub(in crate::cuda) fn norm_backward_sums(&self, p: NormBackward) -> Kernel {
         let [name, ..] = p.gradient.names();
         let mut args = vec![Arg::In(p.x)];
@@ -137,7 +116,7 @@ impl Ops {
         kernel("norm_backward_finish", per_channel(p.shape.channels), args)
     }
 
-    /// The second pass: computes dx. Traffic: x and the gradient (dz, if present) once, dx once.
+    /// The second pass: computes dx.
     pub(in crate::cuda) fn norm_backward_apply(&self, p: NormBackward) -> Kernel {
         let gradient = if p.dz.is_none() { p.gradient } else { Gradient::All { dy: p.dz } };
         let [_, name, ..] = gradient.names();
@@ -150,8 +129,7 @@ impl Ops {
     }
 
     /// Backward of a frozen batch norm, whose statistics do not depend on the input: dx is scale times the gradient. Parameters
-    /// have no gradients, and nothing is reduced over ranks. Traffic: dy, `added` and the mask (or x, if the mask is recomputed)
-    /// once, dx once, dz once if present.
+    /// have no gradients, and nothing is reduced over ranks.
     pub(in crate::cuda) fn norm_backward_frozen(&self, p: NormBackward) -> Kernel {
         let [_, _, _, name] = p.gradient.names();
         let mut args = vec![Arg::In(p.x)];

@@ -22,7 +22,7 @@ pub(in crate::cuda) struct NormForward {
 impl Ops {
     /// Batch norm forward in the variant that suits the shape. With [`Reduce::StoreSums`], computes only the sums.
     ///
-    /// Traffic: in one launch, x, the shortcut, y and mask once. In two launches, x twice.
+    /// Traffic: in two launches, x twice.
     pub(in crate::cuda) fn norm_forward(&self, p: NormForward) -> Vec<Kernel> {
         if p.reduce.stores_sums() {
             return vec![self.norm_statistics(p)];
@@ -44,9 +44,8 @@ impl Ops {
         vec![kernel(name, geometry, args)]
     }
 
-    /// The first pass: computes the statistics of x, reduced over ranks as `reduce` says. Uses only `x`, `control`, `shape`,
-    /// `site` and `reduce`. Used for a projection's batch norm, which [`Shortcut::Norm`] applies, and for batch
-    /// norms that are applied later. Traffic: x once.
+    /// The first pass: computes the statistics of x, reduced over ranks as `reduce` says. Uses only `x`, `control`, `shape`, `site` and
+    /// `reduce`. Used for a projection's batch norm, which [`Shortcut::Norm`] applies, and for batch norms that are applied later.
     pub(in crate::cuda) fn norm_statistics(&self, p: NormForward) -> Kernel {
         let mut args = vec![Arg::In(p.x)];
         args.extend(shape_args(p.control, p.shape));
@@ -66,8 +65,7 @@ impl Ops {
         kernel("norm_finish", per_channel(p.shape.channels), args)
     }
 
-    /// [`Ops::norm_finish`] and [`Ops::norm_apply`] in one kernel, which waits for no other rank. Traffic: x and the shortcut
-    /// once, y and mask once.
+    /// [`Ops::norm_finish`] and [`Ops::norm_apply`] in one kernel, which waits for no other rank.
     pub(in crate::cuda) fn norm_finish_apply(&self, sum: Operand, square: Operand, p: NormForward) -> Kernel {
         let (name, per_multiprocessor) = match p.shortcut {
             Shortcut::None => ("norm_finish_apply", 3),
@@ -83,7 +81,7 @@ impl Ops {
         kernel(name, geometry, args)
     }
 
-    /// The second pass, and inference: applies the scale and bias of `site`. Traffic: x and the shortcut once, y and mask once.
+    /// The second pass, and inference: applies the scale and bias of `site`.
     pub(in crate::cuda) fn norm_apply(&self, p: NormForward) -> Kernel {
         let (name, per_multiprocessor) = match p.shortcut {
             Shortcut::None => ("norm_apply", 3),
@@ -92,13 +90,8 @@ impl Ops {
         };
         let mut args = [p.x, p.site.scale, p.site.bias].map(Arg::In).to_vec();
         args.extend(p.shortcut.args());
-        args.extend([
-            Arg::Out(p.y),
-            Arg::Out(p.mask),
-            Arg::U32(p.has_relu.into()),
-            Arg::U32(p.shape.rows()),
-            Arg::U32(p.shape.channels),
-        ]);
+        args.extend([p.y, p.mask].map(Arg::Out));
+        args.extend([p.has_relu.into(), p.shape.rows(), p.shape.channels].map(Arg::U32));
         let geometry = self.grid_stride(p.shape.rows(), p.shape.channels, 256, per_multiprocessor);
         kernel(name, geometry, args)
     }

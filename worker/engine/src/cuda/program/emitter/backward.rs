@@ -3,26 +3,25 @@
 use super::*;
 
 impl<'a> GraphEmitter<'a> {
-    /// The backward pass of the operation with this index.
-    pub(super) fn backward(&mut self, index: usize, micro_batch: MicroBatch) -> Result<(), EngineError> {
+    pub(super) fn backward(&mut self, index: usize, micro_batch: MicroBatch) -> Result {
         let op = &self.plan.ops[index];
         match op {
             FusedOp::Conv(conv) => match conv.backward {
                 ConvBackward::WithNorms { norm_before } => {
                     self.bottleneck_backward(conv, norm_before, micro_batch)?;
                 }
-                backward @ (ConvBackward::Plain | ConvBackward::DgradInNorm) => {
-                    self.convolution_backward(op, conv.input, conv.output, backward, micro_batch)?;
+                ConvBackward::Plain | ConvBackward::DgradInNorm => {
+                    self.convolution_backward(op, micro_batch)?;
                 }
             },
-            FusedOp::Linear { name, input, output, is_head: true } if self.plan.head.is_some() => {
-                self.split_backward(op, name, [*input, *output])?;
+            FusedOp::Linear { input, output, is_head: true, .. } if self.plan.head.is_some() => {
+                self.split_backward(*input, *output)?;
             }
-            FusedOp::Linear { name, input, output, is_head } => {
+            FusedOp::Linear { name, output, is_head, .. } => {
                 if !is_head && !self.plan.network.has_logits(*output) {
                     self.bias_backward(name, *output, micro_batch)?;
                 }
-                self.convolution_backward(op, *input, *output, ConvBackward::Plain, micro_batch)?;
+                self.convolution_backward(op, micro_batch)?;
             }
             FusedOp::Norm(node) => self.norm_backward(node, micro_batch)?,
             FusedOp::GlobalAveragePool { input, output, gradient_in_norm: true } => {
@@ -51,20 +50,15 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The wgrad of a convolution or linear layer, and the dgrad unless the preceding batch norm's kernel computes it.
-    fn convolution_backward(
-        &mut self,
-        op: &FusedOp,
-        input: TensorId,
-        output: TensorId,
-        backward: ConvBackward,
-        micro_batch: MicroBatch,
-    ) -> Result<(), EngineError> {
-        let Some(convolution) = self.plan.convolution(op) else { return Ok(()) };
-        let (FusedOp::Conv(Conv { name, .. }) | FusedOp::Linear { name, .. }) = op else { return Ok(()) };
+    fn convolution_backward(&mut self, op: &FusedOp, micro_batch: MicroBatch) -> Result {
+        let (Some(convolution), Some((name, _))) = (self.plan.convolution(op), op.parameters()) else {
+            return Ok(());
+        };
+        let (input, output) = (op.reads()[0], op.output());
         let dy = self.gradient(output)?;
         let x = self.activation(input)?;
         let facts = self.facts;
-        let (w, y, channel_sums) = (facts.matrix_gradient(name), dy.operand(), Operand::NONE);
+        let (w, y, channel_sums) = (facts.matrix_gradient(name), dy, Operand::NONE);
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
         let weight = facts.layout.parameter(name, "weight");
         self.fork();
@@ -72,7 +66,7 @@ impl<'a> GraphEmitter<'a> {
         if weight.is_fixed {
             self.push_on(stream, facts.ops.zero_gradient(w, weight.aligned_range().len() as u64));
         } else {
-            self.convolve(stream, wgrad, Tensors { x: x.operand(), w, y, channel_sums });
+            self.convolve(stream, wgrad, Tensors { x, w, y, channel_sums });
         }
         if reads_pictures(op) && self.plan.has_folded_input {
             let values = weight.range.len();
@@ -85,16 +79,16 @@ impl<'a> GraphEmitter<'a> {
         self.send_completed_bucket(name, micro_batch);
         self.remaining_readers[input] -= 1;
         let w = facts.matrix(name);
-        let dgrad_in_norm = backward == ConvBackward::DgradInNorm;
+        let dgrad_in_norm = matches!(op, FusedOp::Conv(Conv { backward: ConvBackward::DgradInNorm, .. }));
         if dgrad_in_norm {
             self.gradients[input].push(Gradient::ThroughConv { dy, weights: w, outputs: convolution.out_c });
         } else if !reads_pictures(op) {
             let dx = self.alloc_gradient(input);
             let dgrad = Convolution { direction: Direction::Input, ..convolution };
-            self.convolve(StreamId::Main, dgrad, Tensors { x: dx.operand(), w, y, channel_sums });
+            self.convolve(StreamId::Main, dgrad, Tensors { x: dx, w, y, channel_sums });
             if is_head {
                 let size = [convolution.batch, convolution.in_c];
-                self.remove_along(StreamId::Main, x.operand(), dx.operand(), size);
+                self.remove_along(StreamId::Main, x, dx, size);
             }
         }
         // With `dgrad_in_norm`, `norm_backward` still reads `dy`, and frees it.
@@ -108,11 +102,7 @@ impl<'a> GraphEmitter<'a> {
 
     /// The backward pass of a batch norm and of the ReLU after it. It writes the gradient of the input over the input or into new memory,
     /// unless the preceding convolution's backward pass computes this gradient.
-    fn norm_backward(
-        &mut self,
-        node: &Norm,
-        MicroBatch { is_first, .. }: MicroBatch,
-    ) -> Result<(), EngineError> {
+    fn norm_backward(&mut self, node: &Norm, MicroBatch { is_first, .. }: MicroBatch) -> Result {
         let x = self.activation(node.input)?;
         let [Some(dy), added] = self.gradients_of_norm(node)? else {
             return Err(EngineError::Parameters(format!("{} has no gradient", node.name)));
@@ -120,12 +110,16 @@ impl<'a> GraphEmitter<'a> {
         // The gradient of the sum is also the shortcut's gradient.
         let dz = node.shortcut.map(|_| self.alloc(node.output, Content::Gradient));
         let dx = if node.overwrites_input { x } else { self.alloc(node.input, Content::Gradient) };
-        let at = |gradient: Option<Gradient>| optional(gradient.map(Gradient::allocation));
-        let operands = Incoming { dy: at(Some(dy)), added: at(added), mask: optional(self.masks[node.norm]) };
+        let at = |gradient: Option<Gradient>| gradient.map_or(Operand::NONE, Gradient::allocation);
+        let operands = Incoming {
+            dy: at(Some(dy)),
+            added: at(added),
+            mask: self.masks[node.norm].unwrap_or(Operand::NONE),
+        };
         if node.pooled {
             self.norm_backward_pooled(node, [x, dx], operands, is_first);
         } else {
-            self.norm_backward_kernels(node, [x, dx], dy, operands, optional(dz), is_first);
+            self.norm_backward_kernels(node, [x, dx], dy, operands, dz.unwrap_or(Operand::NONE), is_first);
         }
         self.clear_padding(node.input, Some(dx));
         let mut used = vec![dy];
@@ -164,7 +158,7 @@ impl<'a> GraphEmitter<'a> {
     fn norm_backward_kernels(
         &mut self,
         node: &Norm,
-        [x, dx]: [Allocation; 2],
+        [x, dx]: [Operand; 2],
         gradient: Gradient,
         Incoming { dy, added, mask }: Incoming,
         dz: Operand,
@@ -172,7 +166,7 @@ impl<'a> GraphEmitter<'a> {
     ) {
         let ops = self.facts.ops;
         let backward = ops::NormBackward {
-            x: x.operand(),
+            x,
             gradient: if !node.relu {
                 ops::Gradient::All { dy }
             } else if mask.is_none() {
@@ -183,7 +177,7 @@ impl<'a> GraphEmitter<'a> {
                 ops::Gradient::Mask { dy, added, mask }
             },
             dz,
-            dx: dx.operand(),
+            dx,
             control: self.control_of(node.input),
             shape: self.shape(node.input),
             site: self.facts.norms[node.norm],
@@ -220,7 +214,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The gradients of a batch norm's output for its backward pass: one, or two that its kernels add. Adds further gradients first.
-    fn gradients_of_norm(&mut self, node: &Norm) -> Result<[Option<Gradient>; 2], EngineError> {
+    fn gradients_of_norm(&mut self, node: &Norm) -> Result<[Option<Gradient>; 2]> {
         let mut incoming = std::mem::take(&mut self.gradients[node.output]);
         // A gradient through a convolution comes first, so that it is not one of the gradients that are added below.
         incoming.sort_by_key(|gradient| !matches!(gradient, Gradient::ThroughConv { .. }));
@@ -243,7 +237,7 @@ impl<'a> GraphEmitter<'a> {
     fn norm_backward_pooled(
         &mut self,
         node: &Norm,
-        [x, dx]: [Allocation; 2],
+        [x, dx]: [Operand; 2],
         Incoming { dy, added, mask: argmax }: Incoming,
         is_first: bool,
     ) {
@@ -252,10 +246,10 @@ impl<'a> GraphEmitter<'a> {
             self.push(ops.add([dy, added, dy], self.plan.values(node.output) as u64));
         }
         let backward = ops::NormBackward {
-            x: x.operand(),
+            x,
             gradient: ops::Gradient::All { dy },
             dz: Operand::NONE,
-            dx: dx.operand(),
+            dx,
             control: self.control_of(node.input),
             shape: self.whole_shape(node.input),
             site: self.facts.norms[node.norm],
@@ -281,7 +275,7 @@ impl<'a> GraphEmitter<'a> {
 
     /// Frees the allocations that the newest weight gradient reads: after the weight gradient if it runs on the side stream, otherwise at
     /// once.
-    pub(super) fn free_after_weight_gradient(&mut self, allocations: Vec<Allocation>) {
+    pub(super) fn free_after_weight_gradient(&mut self, allocations: Vec<Operand>) {
         if !self.uses_side_stream() {
             allocations.into_iter().for_each(|allocation| self.free(allocation));
             return;

@@ -32,7 +32,7 @@ impl GraphEmitter<'_> {
     }
 
     /// If this rank has the whole group's pictures of `tensor`: zeros the padding of the activation, or of the activation's gradient.
-    pub(super) fn clear_padding(&mut self, tensor: TensorId, at: Option<Allocation>) {
+    pub(super) fn clear_padding(&mut self, tensor: TensorId, at: Option<Operand>) {
         let (plan, network) = (self.plan, &self.plan.network);
         let is_of_group = *network.placement(tensor) != Placement::Batch && !network.is_pictures(tensor);
         if plan.splits_operators
@@ -40,9 +40,9 @@ impl GraphEmitter<'_> {
             && let Some(at) = at
         {
             let pictures = [plan.model_ranks, plan.batch].map(|count| count as u32);
-            let (y, control_words) = (at.operand(), self.control_words());
+            let control_words = self.control_words();
             let values = plan.values_per_picture(tensor);
-            self.push(self.facts.ops.clear_padding(y, CONTROLS, control_words, pictures, values));
+            self.push(self.facts.ops.clear_padding(at, CONTROLS, control_words, pictures, values));
         }
     }
 
@@ -56,11 +56,7 @@ impl GraphEmitter<'_> {
     }
 
     /// Converts an activation to another placement.
-    pub(super) fn redistribute_forward(
-        &mut self,
-        input: TensorId,
-        output: TensorId,
-    ) -> Result<(), EngineError> {
+    pub(super) fn redistribute_forward(&mut self, input: TensorId, output: TensorId) -> Result {
         let (x, y) = (self.activation(input)?, self.alloc_activation(output));
         let placements = [input, output].map(|tensor| self.plan.network.placement(tensor).clone());
         self.redistribute([input, output], placements, [x, y]);
@@ -68,11 +64,7 @@ impl GraphEmitter<'_> {
     }
 
     /// Computes the gradient of `input` from the gradient of `output`.
-    pub(super) fn redistribute_backward(
-        &mut self,
-        input: TensorId,
-        output: TensorId,
-    ) -> Result<(), EngineError> {
+    pub(super) fn redistribute_backward(&mut self, input: TensorId, output: TensorId) -> Result {
         let (dy, dx) = (self.gradient(output)?, self.alloc_gradient(input));
         let placements = [output, input].map(|tensor| self.plan.network.placement(tensor).of_gradient());
         self.redistribute([output, input], placements, [dy, dx]);
@@ -85,7 +77,7 @@ impl GraphEmitter<'_> {
         &mut self,
         [before, after]: [TensorId; 2],
         placements: [Placement; 2],
-        [x, y]: [Allocation; 2],
+        [x, y]: [Operand; 2],
     ) {
         use Placement::{Batch, Channels, Partial, Whole};
         let (plan, dtype) = (self.plan, self.plan.dtype);
@@ -93,9 +85,9 @@ impl GraphEmitter<'_> {
         let all_rows = plan.model_ranks * rows;
         let values = plan.batch * plan.values_per_picture(after);
         match &placements {
-            [Batch, Whole] => self.collective(Collective::AllGather, x.operand(), y.operand(), values, dtype),
+            [Batch, Whole] => self.collective(Collective::AllGather, x, y, values, dtype),
             [Partial, Batch] => {
-                self.collective(Collective::ReduceScatter, x.operand(), y.operand(), values, dtype);
+                self.collective(Collective::ReduceScatter, x, y, values, dtype);
             }
             [Partial, Whole] => self.reduce_in_group(x, y, plan.model_ranks * values),
             [Partial, Channels(bounds)] => {
@@ -120,43 +112,42 @@ impl GraphEmitter<'_> {
     }
 
     /// Sums `values` values of `x` over the group into `y`.
-    fn reduce_in_group(&mut self, x: Allocation, y: Allocation, values: usize) {
+    fn reduce_in_group(&mut self, x: Operand, y: Operand, values: usize) {
         let dtype = self.plan.dtype;
         // A copy: the factor is 1.
-        self.push(self.facts.ops.scale_values([x, y].map(Allocation::operand), values as u64, 1.0));
-        let at = y.operand().part(0, values * dtype.size());
+        self.push(self.facts.ops.scale_values([x, y], values as u64, 1.0));
+        let at = y.part(0, values * dtype.size());
         self.commands.push(Command::all_reduce(StreamId::Main, Group::Model, at, dtype));
     }
 
     /// Copies this rank's channels of `x` to `y`, which then has no other values.
-    fn copy_own_channels(&mut self, bounds: &[usize], rows: usize, [x, y]: [Allocation; 2]) {
+    fn copy_own_channels(&mut self, bounds: &[usize], rows: usize, [x, y]: [Operand; 2]) {
         let keeps_others = false;
         let (own, first) = (channels_of(bounds, self.plan.model_rank), bounds[self.plan.model_rank]);
-        let from = ChannelRows { memory: x.operand(), channels: all_channels(bounds), first };
-        let to = ChannelRows { memory: y.operand(), channels: own, first: 0 };
+        let from = ChannelRows { memory: x, channels: all_channels(bounds), first };
+        let to = ChannelRows { memory: y, channels: own, first: 0 };
         self.push(self.facts.ops.copy_channels(from, to, [rows, own], keeps_others));
     }
 
     /// From batch to channels: each rank sends to every other rank the receiver's channels of the sender's pictures (`rows` rows).
-    fn send_channels(&mut self, bounds: &[usize], rows: usize, [x, y]: [Allocation; 2]) {
+    fn send_channels(&mut self, bounds: &[usize], rows: usize, [x, y]: [Operand; 2]) {
         let (rank, size) = (self.plan.model_rank, self.plan.dtype.size());
         let (own, keeps_others) = (rows * channels_of(bounds, rank), false);
         let (mut sends, mut receives, mut parts) = (Vec::new(), Vec::new(), Vec::new());
         for peer in 0..self.plan.model_ranks {
             let channels = channels_of(bounds, peer);
             let (memory, first) = if peer == rank {
-                (y.operand(), rank * own)
+                (y, rank * own)
             } else {
                 let bytes = rows * channels * size;
                 let part = self.alloc_bytes(bytes, Content::Channels);
-                sends.push((peer as u32, part.operand().part(0, bytes)));
-                receives.push((peer as u32, y.operand().part(peer * own * size, own * size)));
+                sends.push((peer as u32, part.part(0, bytes)));
+                receives.push((peer as u32, y.part(peer * own * size, own * size)));
                 parts.push(part);
-                (part.operand(), 0)
+                (part, 0)
             };
             let to = ChannelRows { memory, channels, first };
-            let from =
-                ChannelRows { memory: x.operand(), channels: all_channels(bounds), first: bounds[peer] };
+            let from = ChannelRows { memory: x, channels: all_channels(bounds), first: bounds[peer] };
             self.push(self.facts.ops.copy_channels(from, to, [rows, channels], keeps_others));
         }
         self.exchange(Group::Model, sends, receives, self.plan.dtype);
@@ -165,7 +156,7 @@ impl GraphEmitter<'_> {
 
     /// From channels to the placement `after`, batch or whole: each rank sends to every other rank the sender's channels of the receiver's
     /// pictures (batch) or of all pictures (whole). `rows` is the number of rows of these pictures.
-    fn join_channels(&mut self, bounds: &[usize], rows: usize, after: &Placement, [x, y]: [Allocation; 2]) {
+    fn join_channels(&mut self, bounds: &[usize], rows: usize, after: &Placement, [x, y]: [Operand; 2]) {
         let (rank, size) = (self.plan.model_rank, self.plan.dtype.size());
         let own = rows * channels_of(bounds, rank);
         // Index of the first value that is sent to a rank.
@@ -174,8 +165,8 @@ impl GraphEmitter<'_> {
         for peer in (0..self.plan.model_ranks).filter(|peer| *peer != rank) {
             let bytes = rows * channels_of(bounds, peer) * size;
             let part = self.alloc_bytes(bytes, Content::Channels);
-            sends.push((peer as u32, x.operand().part(first(peer) * size, own * size)));
-            receives.push((peer as u32, part.operand().part(0, bytes)));
+            sends.push((peer as u32, x.part(first(peer) * size, own * size)));
+            receives.push((peer as u32, part.part(0, bytes)));
             parts.push(part);
         }
         let of_rank = |rank: usize, memory: Operand, first: usize| {
@@ -183,10 +174,10 @@ impl GraphEmitter<'_> {
             (rank, ChannelRows { memory, channels, first })
         };
         let others = receives.iter().map(|(peer, part)| of_rank(*peer as usize, *part, 0));
-        let all: Vec<_> = std::iter::once(of_rank(rank, x.operand(), first(rank))).chain(others).collect();
+        let all: Vec<_> = std::iter::once(of_rank(rank, x, first(rank))).chain(others).collect();
         self.exchange(Group::Model, sends, receives, self.plan.dtype);
         for (index, (rank, from)) in all.into_iter().enumerate() {
-            let to = ChannelRows { memory: y.operand(), channels: all_channels(bounds), first: bounds[rank] };
+            let to = ChannelRows { memory: y, channels: all_channels(bounds), first: bounds[rank] };
             let keeps_others = index > 0;
             self.push(self.facts.ops.copy_channels(from, to, [rows, from.channels], keeps_others));
         }
@@ -194,12 +185,10 @@ impl GraphEmitter<'_> {
     }
 }
 
-/// Number of channels of a rank.
 fn channels_of(bounds: &[usize], rank: usize) -> usize {
     bounds[rank + 1] - bounds[rank]
 }
 
-/// Number of channels of all ranks.
 fn all_channels(bounds: &[usize]) -> usize {
     bounds[bounds.len() - 1]
 }

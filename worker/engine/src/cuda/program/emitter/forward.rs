@@ -5,7 +5,7 @@ use super::*;
 impl<'a> GraphEmitter<'a> {
     /// Reads the pictures of the next micro-batch, which are the network's input. Later stages receive the activation of the preceding
     /// stage instead.
-    pub(super) fn begin(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
+    pub(super) fn begin(&mut self, phase: Phase, input: Input) -> Result {
         if self.plan.network.stage().0 > 0 {
             self.receive_input(phase);
             return Ok(());
@@ -25,18 +25,17 @@ impl<'a> GraphEmitter<'a> {
         let facts = self.facts;
         let begins_step = matches!(phase, Phase::Train(MicroBatch { is_first: true, .. }));
         // The same kernel keeps the running statistics from before the step.
-        let copy = begins_step.then(|| facts.statistics_copy());
-        self.push(facts.ops.fetch(rings::SLOTS as u32, self.control_words(), copy));
+        let running_bytes = begins_step.then(|| facts.running_bytes());
+        self.push(facts.ops.fetch(self.control_words(), running_bytes));
         self.push(facts.ops.stamp(Stamp::Begin.operand(), Operand::NONE));
     }
 
-    /// Fetches the next control block, and writes the micro-batch's whole pictures to `allocation`.
-    pub(super) fn read_pictures(&mut self, phase: Phase, input: Input, allocation: Allocation) {
+    /// Fetches the next control block, and writes the micro-batch's whole pictures to `output`.
+    pub(super) fn read_pictures(&mut self, phase: Phase, input: Input, output: Operand) {
         self.fetch(phase);
         let (facts, plan) = (self.facts, self.plan);
-        let (pictures, output) = (plan.batch as u32, allocation.operand());
-        let [side, channels, padded] =
-            [plan.network.image_size, plan.network.channels, plan.padded_input].map(|number| number as u32);
+        let sizes = [plan.batch, plan.network.image_size, plan.network.channels, plan.padded_input];
+        let [pictures, side, channels, padded] = sizes.map(|size| size as u32);
         if plan.has_folded_input {
             self.push(facts.ops.fold_border(output, pictures, side));
         }
@@ -54,8 +53,7 @@ impl<'a> GraphEmitter<'a> {
         self.push(facts.ops.gather(batch, size, mode, scaling));
     }
 
-    /// The forward pass of the operation with this index.
-    pub(super) fn forward(&mut self, index: usize, phase: Phase) -> Result<(), EngineError> {
+    pub(super) fn forward(&mut self, index: usize, phase: Phase) -> Result {
         let trains = matches!(phase, Phase::Train(_));
         let op = &self.plan.ops[index];
         match op {
@@ -67,28 +65,26 @@ impl<'a> GraphEmitter<'a> {
                     self.bottleneck_forward(conv, norm_before)?;
                 }
                 ConvForward::Plain { early_statistics: true } if trains => {
-                    self.convolution_forward(op, conv.input, conv.output, phase)?;
-                    // The statistics are computed now, because another convolution runs before the batch norm and replaces
-                    // the sums.
+                    self.convolution_forward(op, phase)?;
+                    // The statistics are computed now, because another convolution runs before the batch norm and replaces the sums.
                     let node = self.norm_after(conv)?;
                     let norm = self.norm_without_fusion(node)?;
                     self.compute_statistics(norm, node);
                 }
-                _ => self.convolution_forward(op, conv.input, conv.output, phase)?,
+                _ => self.convolution_forward(op, phase)?,
             },
-            FusedOp::Linear { name, input, output, is_head: true } if self.plan.head.is_some() => {
+            FusedOp::Linear { input, output, is_head: true, .. } if self.plan.head.is_some() => {
                 if trains {
-                    self.sample_classes(name);
+                    self.sample_classes();
                 }
-                self.split_forward(op, name, [*input, *output])?;
-                self.scale_to_cosines(op, name, [*input, *output], trains)?;
+                self.split_forward(*input, *output)?;
+                self.scale_to_cosines(*input, *output, trains)?;
             }
             FusedOp::Linear { name, input, output, is_head } => {
-                self.convolution_forward(op, *input, *output, phase)?;
-                // The loss adds the bias of the last layer. This includes logits that are first summed over ranks
-                // (`has_logits`).
+                self.convolution_forward(op, phase)?;
+                // The loss adds the bias of the last layer. This includes logits that are first summed over ranks (`has_logits`).
                 if *is_head {
-                    self.scale_to_cosines(op, name, [*input, *output], trains)?;
+                    self.scale_to_cosines(*input, *output, trains)?;
                 } else if !self.plan.network.has_logits(*output) {
                     self.add_bias(name, *output)?;
                 }
@@ -98,7 +94,7 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::GlobalAveragePool { input, output, .. } => {
                 let (x, y) = (self.activation(*input)?, self.alloc_activation(*output));
                 let shape = self.shape(*input);
-                self.push(self.facts.ops.global_average(x.operand(), y.operand(), shape));
+                self.push(self.facts.ops.global_average(x, y, shape));
             }
             FusedOp::Relu { .. } | FusedOp::Gelu { .. } | FusedOp::Add { .. } | FusedOp::MaxPool { .. } => {
                 self.plain_forward(op, trains)?;
@@ -128,16 +124,12 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// An unfused convolution or linear layer, without bias.
-    fn convolution_forward(
-        &mut self,
-        op: &FusedOp,
-        input: TensorId,
-        output: TensorId,
-        phase: Phase,
-    ) -> Result<(), EngineError> {
+    fn convolution_forward(&mut self, op: &FusedOp, phase: Phase) -> Result {
+        let (Some(convolution), Some((name, _))) = (self.plan.convolution(op), op.parameters()) else {
+            return Ok(());
+        };
+        let (input, output) = (op.reads()[0], op.output());
         let (x, y) = (self.activation(input)?, self.alloc_activation(output));
-        let Some(convolution) = self.plan.convolution(op) else { return Ok(()) };
-        let (FusedOp::Conv(Conv { name, .. }) | FusedOp::Linear { name, .. }) = op else { return Ok(()) };
         let with_sums = Convolution { sums: true, ..convolution };
         let is_full = matches!(phase, Phase::Train(MicroBatch { is_full: true, .. }));
         let feeds_norm = matches!(op, FusedOp::Conv(Conv { norm_after: Some(_), .. }));
@@ -147,12 +139,11 @@ impl<'a> GraphEmitter<'a> {
             self.tensor_with_sums = Some(output);
         }
         let (w, channel_sums) = (self.facts.matrix(name), self.facts.channel_sums(output));
-        let tensors = Tensors { x: x.operand(), w, y: y.operand(), channel_sums };
+        let tensors = Tensors { x, w, y, channel_sums };
         self.convolve(StreamId::Main, convolution, tensors);
         Ok(())
     }
 
-    /// Appends a convolution.
     pub(super) fn convolve(&mut self, stream: StreamId, convolution: Convolution, tensors: Tensors<Operand>) {
         // Weight gradients may run concurrently with other convolutions, so they have their own workspace.
         let workspace = Operand::whole(match convolution.direction {
@@ -163,7 +154,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// A batch norm in training: computes the statistics of its input and applies them, as far as no other operation does so.
-    fn norm_forward(&mut self, node: &Norm) -> Result<(), EngineError> {
+    fn norm_forward(&mut self, node: &Norm) -> Result {
         let x = self.activation(node.input)?;
         let are_statistics_taken_earlier = node.statistics != StatisticsIn::Norm;
         if matches!(node.forward, NormForward::InShortcut | NormForward::InConv) {
@@ -182,12 +173,11 @@ impl<'a> GraphEmitter<'a> {
             node.shortcut.map(|_| self.alloc_bytes(values / 8, Content::ReluMask(node.norm)))
         };
         self.masks[node.norm] = mask;
-        let (ops, mask) = (self.facts.ops, optional(mask));
-        let norm = self.norm(node, x, y.operand(), mask)?;
+        let (ops, mask) = (self.facts.ops, mask.unwrap_or(Operand::NONE));
+        let norm = self.norm(node, x, y, mask)?;
         if node.pooled {
             self.compute_statistics(norm, node);
-            let operands = [x.operand(), y.operand(), mask];
-            self.push(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
+            self.push(ops.max_pool([x, y, mask], &self.facts.norms[node.norm], self.pool(node.input)));
             return Ok(());
         }
         if node.forward == NormForward::InConvAndStored {
@@ -242,14 +232,14 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The kernel's description of a batch norm without the operations that are fused with it.
-    pub(super) fn norm_without_fusion(&self, node: &Norm) -> Result<ops::NormForward, EngineError> {
+    pub(super) fn norm_without_fusion(&self, node: &Norm) -> Result<ops::NormForward> {
         let without_shortcut = Norm { shortcut: None, ..node.clone() };
         self.norm(&without_shortcut, self.activation(node.input)?, Operand::NONE, Operand::NONE)
     }
 
     /// A batch norm that applies running statistics: in evaluation, or frozen in training. In training it keeps the ReLU's mask for the
     /// backward pass.
-    fn norm_with_running_statistics(&mut self, node: &Norm, trains: bool) -> Result<(), EngineError> {
+    fn norm_with_running_statistics(&mut self, node: &Norm, trains: bool) -> Result {
         let (ops, x) = (self.facts.ops, self.activation(node.input)?);
         self.push(ops.norm_to_scale_and_bias(&self.facts.norms[node.norm]));
         if node.forward == NormForward::InShortcut {
@@ -257,15 +247,15 @@ impl<'a> GraphEmitter<'a> {
         }
         let y = self.alloc_activation(node.output);
         if node.pooled {
-            let operands = [x.operand(), y.operand(), Operand::NONE];
-            self.push(ops.max_pool(operands, &self.facts.norms[node.norm], self.pool(node.input)));
+            let (operands, site) = ([x, y, Operand::NONE], &self.facts.norms[node.norm]);
+            self.push(ops.max_pool(operands, site, self.pool(node.input)));
             return Ok(());
         }
         if trains && node.shortcut.is_some() {
             let values = self.plan.values(node.output);
             self.masks[node.norm] = Some(self.alloc_bytes(values / 8, Content::ReluMask(node.norm)));
         }
-        let norm = self.norm(node, x, y.operand(), optional(self.masks[node.norm]))?;
+        let norm = self.norm(node, x, y, self.masks[node.norm].unwrap_or(Operand::NONE))?;
         self.push(ops.norm_apply(norm));
         Ok(())
     }
@@ -274,15 +264,15 @@ impl<'a> GraphEmitter<'a> {
     pub(super) fn norm(
         &self,
         node: &Norm,
-        x: Allocation,
+        x: Operand,
         y: Operand,
         mask: Operand,
-    ) -> Result<ops::NormForward, EngineError> {
+    ) -> Result<ops::NormForward> {
         let norms = self.facts.norms;
         let shortcut = match node.shortcut {
             None => ops::Shortcut::None,
             Some(shortcut) => {
-                let x = self.activation(shortcut.stored_tensor())?.operand();
+                let x = self.activation(shortcut.stored_tensor())?;
                 match shortcut.deferred {
                     None => ops::Shortcut::Plain(x),
                     Some(DeferredNorm { norm, .. }) => {
@@ -292,7 +282,7 @@ impl<'a> GraphEmitter<'a> {
             }
         };
         Ok(ops::NormForward {
-            x: x.operand(),
+            x,
             y,
             shortcut,
             has_relu: node.relu,

@@ -5,21 +5,17 @@ use super::*;
 
 impl<'a> GraphEmitter<'a> {
     /// A convolution that applies the batch norm before it, and computes the statistics of the batch norm after it.
-    pub(super) fn bottleneck_forward(
-        &mut self,
-        conv: &Conv,
-        norm_before: Option<usize>,
-    ) -> Result<(), EngineError> {
+    pub(super) fn bottleneck_forward(&mut self, conv: &Conv, norm_before: Option<usize>) -> Result {
         let plan = self.plan;
         let before = norm_before.map(|norm| plan.norm(norm));
         let from = self.activation(before.map_or(conv.input, |node| node.input))?;
         let y = self.alloc_activation(conv.output);
         let (facts, after) = (self.facts, self.norm_after(conv)?);
         let bottleneck = ops::BottleneckForward {
-            input: from.operand(),
+            input: from,
             before: before.map(|node| facts.norms[node.norm]),
             weights: facts.matrix(&conv.name),
-            y: y.operand(),
+            y,
             shape: self.shape(conv.input),
             after: facts.norms[after.norm],
             reduce: facts.reduction(after, NormPass::Forward),
@@ -30,21 +26,21 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// A convolution that computes the end of the preceding block, and the statistics of the batch norm after the convolution.
-    pub(super) fn block_end_forward(&mut self, conv: &Conv, norm_at_end: usize) -> Result<(), EngineError> {
+    pub(super) fn block_end_forward(&mut self, conv: &Conv, norm_at_end: usize) -> Result {
         let end = self.plan.norm(norm_at_end);
         let (x, y) = (self.activation(end.input)?, self.activation(conv.input)?);
         let z = self.alloc_activation(conv.output);
         let (facts, after) = (self.facts, self.norm_after(conv)?);
-        let mask = optional(self.masks[end.norm]);
-        let norm = self.norm(end, x, y.operand(), mask)?;
+        let mask = self.masks[end.norm].unwrap_or(Operand::NONE);
+        let norm = self.norm(end, x, y, mask)?;
         let (weights, reduce) = (facts.matrix(&conv.name), facts.reduction(after, NormPass::Forward));
-        self.push(facts.ops.block_end(norm, weights, z.operand(), facts.norms[after.norm], reduce));
+        self.push(facts.ops.block_end(norm, weights, z, facts.norms[after.norm], reduce));
         self.finish_statistics(self.norm_without_fusion(after)?, after);
         Ok(())
     }
 
     /// The batch norm of a convolution's output.
-    pub(super) fn norm_after(&self, conv: &Conv) -> Result<&'a Norm, EngineError> {
+    pub(super) fn norm_after(&self, conv: &Conv) -> Result<&'a Norm> {
         let plan = self.plan;
         let norm = conv.norm_after.map(|norm| plan.norm(norm));
         norm.ok_or_else(|| EngineError::Parameters(format!("no batch norm follows {}", conv.name)))
@@ -57,7 +53,7 @@ impl<'a> GraphEmitter<'a> {
         conv: &Conv,
         norm_before: Option<usize>,
         micro_batch: MicroBatch,
-    ) -> Result<(), EngineError> {
+    ) -> Result {
         let &Conv { input, output, .. } = conv;
         let Some(Gradient::Deferred { g, x, norm }) = self.gradients[output].pop() else {
             return Err(EngineError::Parameters(format!("{} has no gradient", conv.name)));
@@ -68,12 +64,12 @@ impl<'a> GraphEmitter<'a> {
         let dinput = self.alloc(input, Content::Gradient);
         let facts = self.facts;
         let bottleneck = ops::Bottleneck {
-            x: x.operand(),
-            g: g.operand(),
+            x,
+            g,
             after: facts.norms[norm],
             weights: facts.matrix(&conv.name),
-            input: from.operand(),
-            dinput: dinput.operand(),
+            input: from,
+            dinput,
             dweights: facts.matrix_gradient(&conv.name),
             shape: self.shape(input),
             before: before.map(|node| ops::NormBefore {

@@ -8,7 +8,7 @@ const MANY_CLASSES: usize = 4096;
 
 impl GraphEmitter<'_> {
     /// Computes the loss and the gradient of the logits. Stages before the last receive the gradient of their output instead.
-    pub(super) fn begin_backward(&mut self, micro_batch: MicroBatch) -> Result<(), EngineError> {
+    pub(super) fn begin_backward(&mut self, micro_batch: MicroBatch) -> Result {
         let MicroBatch { is_first, pass, .. } = micro_batch;
         if pass.is_some_and(|pass| pass.is_backward && pass.sends_gradient) {
             self.send_input_gradient();
@@ -28,7 +28,7 @@ impl GraphEmitter<'_> {
         let gradient = self.alloc_gradient(logits);
         let loss = self.cross_entropy(allocation);
         let loss = ops::CrossEntropy {
-            dlogits: gradient.operand(),
+            dlogits: gradient,
             dbias: self.facts.layout.vector_gradient(self.plan.last_layer(), "bias"),
             accumulate: !is_first,
             class_weights: if self.facts.has_class_weights {
@@ -40,13 +40,13 @@ impl GraphEmitter<'_> {
             ..loss
         };
         self.push(self.facts.ops.cross_entropy(loss));
-        self.convert_cosine_gradient(gradient.operand());
+        self.convert_cosine_gradient(gradient);
         self.drop_activation(logits);
         Ok(())
     }
 
     /// Computes the loss and, if this rank has all classes, the logits for the host.
-    pub(super) fn evaluate_loss(&mut self) -> Result<(), EngineError> {
+    pub(super) fn evaluate_loss(&mut self) -> Result {
         if !self.plan.network.is_last_stage() {
             return Ok(());
         }
@@ -70,9 +70,9 @@ impl GraphEmitter<'_> {
     }
 
     /// The description of the loss without gradients.
-    pub(super) fn cross_entropy(&self, logits: Allocation) -> ops::CrossEntropy {
+    pub(super) fn cross_entropy(&self, logits: Operand) -> ops::CrossEntropy {
         ops::CrossEntropy {
-            logits: logits.operand(),
+            logits,
             bias: self.facts.head_bias(),
             pictures: self.plan.batch as u32,
             classes: self.plan.network.classes as u32,

@@ -7,26 +7,19 @@ use super::*;
 #[derive(Debug)]
 pub(super) struct HeadCosines {
     cosines: ops::Cosines,
-    memory: Vec<Allocation>,
+    memory: Vec<Operand>,
 }
 
 impl GraphEmitter<'_> {
-    /// With a margin: converts the products of features and weights of the last layer `op`, called `name`, to scaled cosines.
-    pub(super) fn scale_to_cosines(
-        &mut self,
-        op: &FusedOp,
-        name: &str,
-        [input, output]: [TensorId; 2],
-        trains: bool,
-    ) -> Result<(), EngineError> {
-        let (Some(margin), Some(part)) = (self.plan.margin, self.head_part(op, name)) else { return Ok(()) };
-        let (x, values) = (self.activation(input)?.operand(), self.activation(output)?.operand());
+    /// With a margin: converts the products of features and weights of the last layer to scaled cosines.
+    pub(super) fn scale_to_cosines(&mut self, input: TensorId, output: TensorId, trains: bool) -> Result {
+        let (Some(margin), Some(part)) = (self.plan.margin, self.head_part()) else { return Ok(()) };
+        let (x, values) = (self.activation(input)?, self.activation(output)?);
         let (ops, Convolution { batch, in_c, out_c, .. }) = (self.facts.ops, part.convolution);
         let mut memory = Vec::new();
         let mut row_factors_of = |rows: Operand, count: usize, scale: f32| {
             let factors = self.alloc_bytes(4 * count, Content::Head);
             memory.push(factors);
-            let factors = factors.operand();
             self.push(ops.row_factors(rows, factors, [count as u32, in_c as u32], scale));
             factors
         };
@@ -57,11 +50,11 @@ impl GraphEmitter<'_> {
             return Operand::NONE;
         };
         let label_logits = self.alloc_bytes(logits.label_logit_bytes(), Content::Head);
-        self.push(self.facts.ops.put_margin(logits, &margin, label_logits.operand()));
-        head.cosines.label_logits = label_logits.operand();
+        self.push(self.facts.ops.put_margin(logits, &margin, label_logits));
+        head.cosines.label_logits = label_logits;
         head.memory.push(label_logits);
         self.cosines = Some(head);
-        label_logits.operand()
+        label_logits
     }
 
     /// With a margin: converts the gradient of the logits to the gradient of the products of features and weights.

@@ -4,33 +4,33 @@ use super::*;
 
 impl<'a> GraphEmitter<'a> {
     /// The forward pass of a ReLU, a GELU, an addition or a max pooling.
-    pub(super) fn plain_forward(&mut self, op: &FusedOp, trains: bool) -> Result<(), EngineError> {
+    pub(super) fn plain_forward(&mut self, op: &FusedOp, trains: bool) -> Result {
         let output = op.output();
         let y = self.alloc_activation(output);
         let (ops, length) = (self.facts.ops, self.length(output));
         match *op {
             FusedOp::Relu { input, .. } => {
                 let x = self.activation(input)?;
-                self.push(ops.relu([x, y].map(Allocation::operand), length));
+                self.push(ops.relu([x, y], length));
             }
             FusedOp::Gelu { ref bias, input, .. } => {
                 let x = self.activation(input)?;
                 if let Some(name) = bias {
                     let bias = self.facts.layout.vector(name, "bias");
-                    self.push(ops.add_bias(x.operand(), bias, self.shape(input)));
+                    self.push(ops.add_bias(x, bias, self.shape(input)));
                 }
-                self.push(ops.gelu([x, y].map(Allocation::operand), length));
+                self.push(ops.gelu([x, y], length));
             }
             FusedOp::Add { branch, shortcut, .. } => {
                 let (a, b) = (self.activation(branch)?, self.activation(shortcut)?);
-                self.push(ops.add([a, b, y].map(Allocation::operand), length));
+                self.push(ops.add([a, b, y], length));
             }
             FusedOp::MaxPool { input, .. } => {
                 let x = self.activation(input)?;
                 let argmax = trains.then(|| self.alloc_bytes(length as usize, Content::Argmax(output)));
                 self.argmax[output] = argmax;
-                let operands = [x.operand(), y.operand(), optional(argmax)];
-                self.push(ops.plain_max_pool(operands, self.plain_pool(op)));
+                let argmax = argmax.unwrap_or(Operand::NONE);
+                self.push(ops.plain_max_pool([x, y, argmax], self.plain_pool(op)));
             }
             _ => {}
         }
@@ -38,11 +38,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The backward pass of a ReLU, a GELU, an addition, a max pooling or a global average pooling.
-    pub(super) fn plain_backward(
-        &mut self,
-        op: &FusedOp,
-        MicroBatch { is_first, .. }: MicroBatch,
-    ) -> Result<(), EngineError> {
+    pub(super) fn plain_backward(&mut self, op: &FusedOp, MicroBatch { is_first, .. }: MicroBatch) -> Result {
         let output = op.output();
         let dy = self.gradient(output)?;
         let ops = self.facts.ops;
@@ -50,17 +46,17 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::Relu { input, .. } => {
                 let y = self.activation(output)?;
                 let dx = self.alloc_gradient(input);
-                self.push(ops.relu_backward([y, dy, dx].map(Allocation::operand), self.length(input)));
+                self.push(ops.relu_backward([y, dy, dx], self.length(input)));
                 self.remaining_readers[output] -= 1;
             }
             FusedOp::Gelu { ref bias, input, .. } => {
                 let x = self.activation(input)?;
                 let dx = self.alloc_gradient(input);
-                self.push(ops.gelu_backward([x, dy, dx].map(Allocation::operand), self.length(input)));
+                self.push(ops.gelu_backward([x, dy, dx], self.length(input)));
                 if let Some(name) = bias {
                     let dbias = self.facts.layout.vector_gradient(name, "bias");
                     if !dbias.is_none() {
-                        self.push(ops.row_sums(dx.operand(), dbias, self.shape(input), !is_first));
+                        self.push(ops.row_sums(dx, dbias, self.shape(input), !is_first));
                     }
                 }
                 self.remaining_readers[input] -= 1;
@@ -75,13 +71,13 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::MaxPool { input, .. } => {
                 let dx = self.alloc_gradient(input);
                 let argmax = self.argmax[output].take();
-                let operands = [dy.operand(), optional(argmax), dx.operand()];
+                let operands = [dy, argmax.unwrap_or(Operand::NONE), dx];
                 self.push(ops.plain_max_pool_backward(operands, self.plain_pool(op)));
                 argmax.into_iter().for_each(|at| self.free_now(at));
             }
             FusedOp::GlobalAveragePool { input, .. } => {
                 let dx = self.alloc_gradient(input);
-                self.push(ops.global_average_backward(dy.operand(), dx.operand(), self.shape(input)));
+                self.push(ops.global_average_backward(dy, dx, self.shape(input)));
             }
             _ => {}
         }
@@ -90,29 +86,24 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// Adds a hidden linear layer's bias to its output. The loss adds the last layer's bias.
-    pub(super) fn add_bias(&mut self, name: &str, output: TensorId) -> Result<(), EngineError> {
-        let (facts, y) = (self.facts, self.activation(output)?.operand());
+    pub(super) fn add_bias(&mut self, name: &str, output: TensorId) -> Result {
+        let (facts, y) = (self.facts, self.activation(output)?);
         self.push(facts.ops.add_bias(y, facts.layout.vector(name, "bias"), self.shape(output)));
         Ok(())
     }
 
     /// The gradient of a hidden linear layer's bias.
-    pub(super) fn bias_backward(
-        &mut self,
-        name: &str,
-        output: TensorId,
-        MicroBatch { is_first, .. }: MicroBatch,
-    ) -> Result<(), EngineError> {
+    pub(super) fn bias_backward(&mut self, name: &str, output: TensorId, micro_batch: MicroBatch) -> Result {
         let dy = self.gradient(output)?;
         let (facts, shape) = (self.facts, self.shape(output));
         let dbias = facts.layout.vector_gradient(name, "bias");
-        self.push(facts.ops.bias_gradient(dy.operand(), dbias, shape, !is_first));
+        self.push(facts.ops.bias_gradient(dy, dbias, shape, !micro_batch.is_first));
         self.gradients[output].push(Gradient::Whole(dy));
         Ok(())
     }
 
     /// The gradient of an activation, from all of its readers.
-    pub(super) fn gradient(&mut self, tensor: TensorId) -> Result<Allocation, EngineError> {
+    pub(super) fn gradient(&mut self, tensor: TensorId) -> Result<Operand> {
         let incoming = std::mem::take(&mut self.gradients[tensor]);
         match incoming[..] {
             [] => Err(EngineError::Parameters(format!("nothing reads tensor {tensor}"))),
@@ -122,19 +113,14 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The sum of gradients, in new memory, because each gradient may also be the gradient of another tensor.
-    pub(super) fn add_gradients(
-        &mut self,
-        tensor: TensorId,
-        incoming: Vec<Gradient>,
-    ) -> Result<Allocation, EngineError> {
+    pub(super) fn add_gradients(&mut self, tensor: TensorId, incoming: Vec<Gradient>) -> Result<Operand> {
         let mut incoming = incoming.into_iter().map(Gradient::allocation);
         let mut sum = incoming
             .next()
             .ok_or_else(|| EngineError::Parameters(format!("nothing reads tensor {tensor}")))?;
         for gradient in incoming {
             let new_sum = self.alloc(tensor, Content::Gradient);
-            let operands = [sum, gradient, new_sum].map(Allocation::operand);
-            self.push(self.facts.ops.add(operands, self.length(tensor)));
+            self.push(self.facts.ops.add([sum, gradient, new_sum], self.length(tensor)));
             self.free(sum);
             self.free(gradient);
             sum = new_sum;

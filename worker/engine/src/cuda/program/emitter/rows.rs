@@ -24,14 +24,14 @@ impl Halo<'_> {
 
 /// A range of rows of an activation, the same range for each picture, or of the activation's gradient, in memory.
 struct Lines {
-    at: Allocation,
+    at: Operand,
     rows: Range<isize>,
     row_bytes: usize,
 }
 
 impl Lines {
     fn operand(&self, pictures: usize) -> Operand {
-        self.at.operand().part(0, pictures * self.rows.len() * self.row_bytes)
+        self.at.part(0, pictures * self.rows.len() * self.row_bytes)
     }
 
     /// The memory of some of the rows of each picture, as messages to or from `peer`.
@@ -44,13 +44,13 @@ impl Lines {
         let pictures = if rows.is_empty() { 0 } else { pictures };
         let (first, bytes) = (rows.start - self.rows.start, rows.len() * self.row_bytes);
         let offset = move |picture: usize| (picture * self.rows.len() + first as usize) * self.row_bytes;
-        (0..pictures).map(move |picture| (peer, self.at.operand().part(offset(picture), bytes)))
+        (0..pictures).map(move |picture| (peer, self.at.part(offset(picture), bytes)))
     }
 }
 
 impl<'a> GraphEmitter<'a> {
     /// Reads whole pictures of the next micro-batch, and copies this rank's rows.
-    pub(super) fn begin_with_own_rows(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
+    pub(super) fn begin_with_own_rows(&mut self, phase: Phase, input: Input) -> Result {
         let (plan, tensor) = (self.plan, self.plan.network.input());
         let side = plan.network.image_size;
         let row_bytes = self.row_bytes(tensor);
@@ -65,12 +65,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// Extends an activation by the rows of other ranks that windows reach.
-    pub(super) fn halo_forward(
-        &mut self,
-        input: TensorId,
-        output: TensorId,
-        lowest: bool,
-    ) -> Result<(), EngineError> {
+    pub(super) fn halo_forward(&mut self, input: TensorId, output: TensorId, lowest: bool) -> Result {
         let (x, y) = (self.activation(input)?, self.alloc_activation(output));
         let (x, y, halo) = (self.lines(input, x)?, self.lines(output, y)?, self.halo(input, output)?);
         self.take_rows(&x, &y, if lowest { f32::NEG_INFINITY } else { 0.0 });
@@ -104,7 +99,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The gradient of this rank's rows: the sum of the gradients from this rank's windows and from other ranks' windows.
-    pub(super) fn halo_backward(&mut self, input: TensorId, output: TensorId) -> Result<(), EngineError> {
+    pub(super) fn halo_backward(&mut self, input: TensorId, output: TensorId) -> Result {
         let batch = self.plan.batch;
         let (from, to) = (self.gradient(output)?, self.alloc_gradient(input));
         let (dy, dx, halo) = (self.lines(output, from)?, self.lines(input, to)?, self.halo(input, output)?);
@@ -123,7 +118,7 @@ impl<'a> GraphEmitter<'a> {
         for part in parts {
             let add = ops::AddRows {
                 part: part.operand(batch),
-                to: to.operand(),
+                to,
                 pictures: batch,
                 length: dx.row_bytes / self.plan.dtype.size(),
                 rows: part.rows.len(),
@@ -138,37 +133,29 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// The mean over all rows, from each rank's mean over its own rows.
-    pub(super) fn mean_of_rows_forward(
-        &mut self,
-        input: TensorId,
-        output: TensorId,
-    ) -> Result<(), EngineError> {
+    pub(super) fn mean_of_rows_forward(&mut self, input: TensorId, output: TensorId) -> Result {
         let (x, y) = (self.activation(input)?, self.alloc_activation(output));
         let (dtype, values) = (self.plan.dtype, self.plan.batch * self.plan.values_per_picture(input));
         let share = self.plan.network.share_of_rows(input);
-        self.push(self.facts.ops.scale_values([x, y].map(Allocation::operand), values as u64, share));
-        let mean = y.operand().part(0, values * dtype.size());
+        self.push(self.facts.ops.scale_values([x, y], values as u64, share));
+        let mean = y.part(0, values * dtype.size());
         self.commands.push(Command::all_reduce(StreamId::Main, Group::Height, mean, dtype));
         Ok(())
     }
 
     /// The gradient of this rank's mean, from this rank's part (1 / ranks) of the gradient of the mean over all rows.
-    pub(super) fn mean_of_rows_backward(
-        &mut self,
-        input: TensorId,
-        output: TensorId,
-    ) -> Result<(), EngineError> {
+    pub(super) fn mean_of_rows_backward(&mut self, input: TensorId, output: TensorId) -> Result {
         let (dy, dx) = (self.gradient(output)?, self.alloc_gradient(input));
         let ranks = self.plan.network.rows(self.plan.network.input()).map_or(1, |rows| rows.of_rank.len());
         let factor = self.plan.network.share_of_rows(input) * ranks as f32;
         let values = (self.plan.batch * self.plan.values_per_picture(input)) as u64;
-        self.push(self.facts.ops.scale_values([dy, dx].map(Allocation::operand), values, factor));
+        self.push(self.facts.ops.scale_values([dy, dx], values, factor));
         self.free(dy);
         Ok(())
     }
 
     /// The rows of a tensor that each rank has, and this rank's index in the height group.
-    fn rows(&self, tensor: TensorId) -> Result<(&'a Rows, usize), EngineError> {
+    fn rows(&self, tensor: TensorId) -> Result<(&'a Rows, usize)> {
         let network = &self.plan.network;
         match (network.rows(tensor), &network.part) {
             (Some(rows), Some(part)) => Ok((rows, part.height_rank)),
@@ -176,13 +163,13 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    fn halo(&self, input: TensorId, output: TensorId) -> Result<Halo<'a>, EngineError> {
+    fn halo(&self, input: TensorId, output: TensorId) -> Result<Halo<'a>> {
         let ((own, rank), (reached, _)) = (self.rows(input)?, self.rows(output)?);
         Ok(Halo { own, reached, rank })
     }
 
     /// An activation of `tensor`, or its gradient.
-    fn lines(&self, tensor: TensorId, at: Allocation) -> Result<Lines, EngineError> {
+    fn lines(&self, tensor: TensorId, at: Operand) -> Result<Lines> {
         let (rows, rank) = self.rows(tensor)?;
         Ok(Lines { at, rows: rows.of_rank[rank].clone(), row_bytes: self.row_bytes(tensor) })
     }
@@ -195,8 +182,8 @@ impl<'a> GraphEmitter<'a> {
     /// Copies the rows of `to` that `from` has, and fills the remaining rows.
     fn take_rows(&mut self, from: &Lines, to: &Lines, fill: f32) {
         let take = ops::TakeRows {
-            from: from.at.operand(),
-            to: to.at.operand(),
+            from: from.at,
+            to: to.at,
             pictures: self.plan.batch,
             length: to.row_bytes / self.plan.dtype.size(),
             from_rows: from.rows.len(),
@@ -207,7 +194,6 @@ impl<'a> GraphEmitter<'a> {
         self.push(self.facts.ops.take_rows(take));
     }
 
-    /// Exchanges rows with other ranks, if there are any to exchange.
     fn exchange_rows(&mut self, sends: Messages, receives: Messages) {
         if !sends.is_empty() || !receives.is_empty() {
             self.exchange(Group::Height, sends, receives, self.plan.dtype);

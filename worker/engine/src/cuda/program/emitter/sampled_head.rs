@@ -11,25 +11,17 @@ use crate::cuda::program::facts::UpdatedRange;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SampledHead {
     /// The sampled classes.
-    sample: Allocation,
+    sample: Operand,
     /// Positions of the labels in the sample.
-    label_positions: Allocation,
+    label_positions: Operand,
     /// The sampled rows of the weights, in the activations' format.
-    weights: Allocation,
+    weights: Operand,
     /// The sampled biases, float32.
-    bias: Allocation,
+    bias: Operand,
     /// Gradient of `weights`; `None` before the backward pass.
-    gradient: Option<Allocation>,
+    gradient: Option<Operand>,
     /// Gradient of `bias`; `None` before the loss.
-    bias_gradient: Option<Allocation>,
-}
-
-/// All rows of a parameter or of an optimizer slot, and a copy of the sampled rows.
-#[derive(Debug, Clone, Copy)]
-struct GatheredRows {
-    all: Operand,
-    sampled: Allocation,
-    row_bytes: usize,
+    bias_gradient: Option<Operand>,
 }
 
 impl GraphEmitter<'_> {
@@ -38,9 +30,9 @@ impl GraphEmitter<'_> {
         self.plan.sampled_convolution().map_or(0, |convolution| convolution.in_c)
     }
 
-    /// If steps sample classes: gathers the labels of the group, samples classes of the layer `name`, and gathers their weights and biases.
-    pub(super) fn sample_classes(&mut self, name: &str) {
-        let (facts, plan) = (self.facts, self.plan);
+    /// If steps sample classes: gathers the labels of the group, samples classes of the last layer, and gathers their weights and biases.
+    pub(super) fn sample_classes(&mut self) {
+        let (facts, plan, name) = (self.facts, self.plan, self.plan.network.head());
         let Some((head, sampled)) = plan.head.as_ref().zip(plan.sampled_classes()) else { return };
         self.gather_controls();
         let (capacity, label_count) = (sampled.capacity, 2 * head.ranks * plan.batch);
@@ -57,9 +49,9 @@ impl GraphEmitter<'_> {
             first_class: own.start as u32,
             drawn_count: sampled.drawn_count as u32,
             seed: sampled.seed,
-            sample: sample.operand(),
-            label_positions: label_positions.operand(),
-            scratch: scratch.operand(),
+            sample,
+            label_positions,
+            scratch,
         }));
         self.free_now(scratch);
         let row_bytes = plan.dtype.size() * self.row_values();
@@ -76,23 +68,21 @@ impl GraphEmitter<'_> {
         Some(HeadPart {
             convolution: plan.sampled_convolution()?,
             chunk_count: plan.sampled_classes()?.chunk_count,
-            w: memory.weights.operand(),
-            bias: if plan.margin.is_some() { Operand::NONE } else { memory.bias.operand() },
-            sample: memory.sample.operand(),
-            label_positions: memory.label_positions.operand(),
+            w: memory.weights,
+            bias: if plan.margin.is_some() { Operand::NONE } else { memory.bias },
+            sample: memory.sample,
+            label_positions: memory.label_positions,
         })
     }
 
-    /// Allocates the gradient of the sampled rows.
-    pub(super) fn alloc_sampled_gradient(&mut self) -> Option<Allocation> {
+    pub(super) fn alloc_sampled_gradient(&mut self) -> Option<Operand> {
         let bytes = self.sampled_head.as_ref()?.weights.bytes;
         let at = self.alloc_bytes(bytes, Content::Head);
         self.sampled_head.as_mut()?.gradient = Some(at);
         Some(at)
     }
 
-    /// Allocates the gradient of the sampled biases.
-    pub(super) fn alloc_sampled_bias_gradient(&mut self) -> Option<Allocation> {
+    pub(super) fn alloc_sampled_bias_gradient(&mut self) -> Option<Operand> {
         let bytes = self.sampled_head.as_ref()?.bias.bytes;
         let at = self.alloc_bytes(bytes, Content::Head);
         self.sampled_head.as_mut()?.bias_gradient = Some(at);
@@ -104,8 +94,8 @@ impl GraphEmitter<'_> {
         let (memory, capacity) = (self.sampled_head.as_ref()?, self.plan.sampled_classes()?.capacity as u64);
         let matrix_length = capacity * self.row_values() as u64;
         Some(ops::Gradients {
-            matrices: memory.gradient?.operand(),
-            vectors: memory.bias_gradient?.operand(),
+            matrices: memory.gradient?,
+            vectors: memory.bias_gradient?,
             matrix_length,
             length: matrix_length + capacity,
             is_float32: self.plan.dtype == DType::F32,
@@ -141,34 +131,35 @@ impl GraphEmitter<'_> {
                 };
                 rows.push(self.gather_rows(memory.sample, trained, row_bytes));
             }
-            rows.push(if is_matrix {
-                GatheredRows { all: facts.matrix(name), sampled: own, row_bytes: plan.dtype.size() * width }
+            let (all, row_bytes) = if is_matrix {
+                (facts.matrix(name), plan.dtype.size() * width)
             } else {
-                GatheredRows { all: facts.layout.vector(name, "bias"), sampled: own, row_bytes: 4 }
-            });
-            let weights = rows[0].sampled.operand();
+                (facts.layout.vector(name, "bias"), 4)
+            };
+            rows.push(ops::ParameterRows { all, sampled: own, row_bytes, capacity: sampled.capacity });
+            let weights = rows[0].sampled;
             let mut optimizer_slots = [Operand::NONE; 2];
             let slot_count = facts.optimizer.slots().len();
             for (slot, operand) in optimizer_slots.iter_mut().enumerate().take(slot_count) {
                 let all = all_rows(Operand::whole(Region::OptimizerSlot(slot)));
                 let gathered = self.gather_rows(memory.sample, all, 4 * width);
-                *operand = gathered.sampled.operand();
+                *operand = gathered.sampled;
                 rows.push(gathered);
             }
             let length = (sampled.capacity * width) as u64;
             let gradients = ops::Gradients {
-                matrices: if is_matrix { gradient.operand() } else { Operand::NONE },
-                vectors: if is_matrix { Operand::NONE } else { gradient.operand() },
+                matrices: if is_matrix { gradient } else { Operand::NONE },
+                vectors: if is_matrix { Operand::NONE } else { gradient },
                 matrix_length: if is_matrix { length } else { 0 },
                 length,
                 is_float32: plan.dtype == DType::F32,
             };
-            let low_precision = if has_copy { own.operand() } else { Operand::NONE };
+            let low_precision = if has_copy { own } else { Operand::NONE };
             let whole_range = facts.updated_range(gradients, range.start, range.start);
             let flat = ops::FlatParameters { weights, low_precision, is_planar, ..whole_range.flat };
             self.update_weights(&[UpdatedRange { flat, optimizer_slots, ..whole_range }]);
             for gathered in rows {
-                self.push(facts.ops.scatter_rows(self.kernel_rows(gathered), memory.sample.operand()));
+                self.push(facts.ops.scatter_rows(gathered, memory.sample));
                 self.free_now(gathered.sampled);
             }
             self.free_now(gradient);
@@ -177,21 +168,12 @@ impl GraphEmitter<'_> {
         self.free_now(memory.sample);
     }
 
-    /// Maximum number of sampled rows.
-    fn sample_capacity(&self) -> usize {
-        self.plan.sampled_classes().map_or(0, |sampled| sampled.capacity)
-    }
-
-    /// The kernels' description of the rows.
-    fn kernel_rows(&self, GatheredRows { all, sampled, row_bytes }: GatheredRows) -> ops::ParameterRows {
-        ops::ParameterRows { all, sampled: sampled.operand(), row_bytes, capacity: self.sample_capacity() }
-    }
-
     /// Gathers the sampled rows of a parameter or of an optimizer slot.
-    fn gather_rows(&mut self, sample: Allocation, all: Operand, row_bytes: usize) -> GatheredRows {
-        let sampled = self.alloc_bytes(self.sample_capacity() * row_bytes, Content::Head);
-        let gathered = GatheredRows { all, sampled, row_bytes };
-        self.push(self.facts.ops.gather_rows(self.kernel_rows(gathered), sample.operand()));
-        gathered
+    fn gather_rows(&mut self, sample: Operand, all: Operand, row_bytes: usize) -> ops::ParameterRows {
+        let capacity = self.plan.sampled_classes().map_or(0, |sampled| sampled.capacity);
+        let sampled = self.alloc_bytes(capacity * row_bytes, Content::Head);
+        let rows = ops::ParameterRows { all, sampled, row_bytes, capacity };
+        self.push(self.facts.ops.gather_rows(rows, sample));
+        rows
     }
 }

@@ -7,42 +7,28 @@ use super::{loss::unsplit_logits, *};
 /// Memory with `count` sums of squares (f64).
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Squares {
-    pub(super) at: Allocation,
+    pub(super) at: Operand,
     pub(super) count: usize,
 }
 
 impl GraphEmitter<'_> {
     /// The logits of this rank's classes, without the bias.
-    pub(super) fn split_forward(
-        &mut self,
-        op: &FusedOp,
-        name: &str,
-        [input, output]: [TensorId; 2],
-    ) -> Result<(), EngineError> {
-        let Some(HeadPart { convolution, chunk_count, w, .. }) = self.head_part(op, name) else {
-            return Ok(());
-        };
+    pub(super) fn split_forward(&mut self, input: TensorId, output: TensorId) -> Result {
+        let Some(HeadPart { convolution, chunk_count, w, .. }) = self.head_part() else { return Ok(()) };
         let [.., bytes] = convolution.bytes();
         let (x, y) =
             (self.activation(input)?, self.alloc_bytes(chunk_count * bytes, Content::Activation(output)));
         self.activations[output] = Some(y);
         for chunk in 0..chunk_count {
-            let tensors = chunk_tensors(&convolution, (chunk, chunk_count), x.operand(), w, y.operand());
+            let tensors = chunk_tensors(&convolution, (chunk, chunk_count), x, w, y);
             self.convolve(StreamId::Main, convolution, tensors);
         }
         Ok(())
     }
 
     /// The gradients of features and weights. The gradient of the features comes first, because the backward pass waits for it.
-    pub(super) fn split_backward(
-        &mut self,
-        op: &FusedOp,
-        name: &str,
-        [input, output]: [TensorId; 2],
-    ) -> Result<(), EngineError> {
-        let Some(HeadPart { convolution, chunk_count, w, .. }) = self.head_part(op, name) else {
-            return Ok(());
-        };
+    pub(super) fn split_backward(&mut self, input: TensorId, output: TensorId) -> Result {
+        let Some(HeadPart { convolution, chunk_count, w, .. }) = self.head_part() else { return Ok(()) };
         let (dy, x) = (self.gradient(output)?, self.activation(input)?);
         // Allocated before the fork. Otherwise the side stream could write to memory that the main stream frees after the fork.
         let sampled_gradient = self.alloc_sampled_gradient();
@@ -53,17 +39,17 @@ impl GraphEmitter<'_> {
             (chunk_count > 1).then(|| self.alloc_bytes(chunk_count * bytes, Content::Gradient(input)));
         let dgrad = Convolution { direction: Direction::Input, ..convolution };
         for chunk in 0..chunk_count {
-            let to = parts.map_or(dx.operand(), |parts| piece(parts.operand(), (chunk, chunk_count), bytes));
-            let tensors = chunk_tensors(&dgrad, (chunk, chunk_count), to, w, dy.operand());
+            let to = parts.map_or(dx, |parts| piece(parts, (chunk, chunk_count), bytes));
+            let tensors = chunk_tensors(&dgrad, (chunk, chunk_count), to, w, dy);
             self.convolve(StreamId::Main, dgrad, tensors);
         }
         if let Some(parts) = parts {
             let length = (bytes / self.plan.dtype.size()) as u64;
-            self.push(self.facts.ops.sum_parts(parts.operand(), dx.operand(), length, chunk_count as u32));
+            self.push(self.facts.ops.sum_parts(parts, dx, length, chunk_count as u32));
             self.free_now(parts);
         }
         let size = [convolution.batch, convolution.in_c];
-        self.remove_along(StreamId::Main, x.operand(), dx.operand(), size);
+        self.remove_along(StreamId::Main, x, dx, size);
 
         // Only the head reads the gathered features.
         (self.remaining_readers[input], self.activations[input]) = (0, None);
@@ -73,9 +59,9 @@ impl GraphEmitter<'_> {
         }
         let stream = self.weight_gradient_stream;
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
-        let dw = sampled_gradient.map_or_else(|| self.facts.matrix_gradient(name), Allocation::operand);
+        let dw = sampled_gradient.unwrap_or_else(|| self.facts.matrix_gradient(self.plan.network.head()));
         for chunk in 0..chunk_count {
-            let tensors = chunk_tensors(&wgrad, (chunk, chunk_count), x.operand(), dw, dy.operand());
+            let tensors = chunk_tensors(&wgrad, (chunk, chunk_count), x, dw, dy);
             self.convolve(stream, wgrad, tensors);
         }
         self.remove_along(stream, w, dw, [chunk_count * wgrad.out_c, wgrad.in_c]);
@@ -84,16 +70,16 @@ impl GraphEmitter<'_> {
     }
 
     /// The description of the logits of this rank's classes. Gathers the labels of the group, if that is not yet done.
-    fn split_logits(&mut self, logits: Allocation) -> Option<ops::SplitLogits> {
+    fn split_logits(&mut self, logits: Operand) -> Option<ops::SplitLogits> {
         let plan = self.plan;
         let Some(head) = &plan.head else { return Some(unsplit_logits(&self.cross_entropy(logits))) };
-        let part = self.head_part(plan.ops.last()?, plan.network.head())?;
+        let part = self.head_part()?;
         if self.sampled_head.is_none() && !plan.splits_operators {
             self.gather_controls();
         }
         let own = head.own_classes();
         Some(ops::SplitLogits {
-            logits: logits.operand(),
+            logits,
             bias: part.bias,
             sample: part.sample,
             label_positions: part.label_positions,
@@ -112,7 +98,7 @@ impl GraphEmitter<'_> {
 
     /// Computes the loss of this rank's pictures. In training, the gradient of the logits replaces the logits. `micro_batch` is `None` in
     /// evaluation.
-    pub(super) fn split_loss(&mut self, micro_batch: Option<MicroBatch>) -> Result<(), EngineError> {
+    pub(super) fn split_loss(&mut self, micro_batch: Option<MicroBatch>) -> Result {
         let facts = self.facts;
         let smoothing = micro_batch.map_or(0.0, |_| facts.label_smoothing);
         // Later micro-batches add to the totals and bias gradients of the first. Evaluation does not accumulate.
@@ -123,21 +109,21 @@ impl GraphEmitter<'_> {
         let label_logits = self.put_margin(split);
         let parts = self.alloc_bytes(split.part_bytes(), Content::Head);
         let records = self.alloc_bytes(bytes, Content::Head);
-        self.push(facts.ops.class_records(split, parts.operand(), records.operand(), label_logits));
+        self.push(facts.ops.class_records(split, parts, records, label_logits));
         let gathered =
             (split.ranks > 1).then(|| self.alloc_bytes(split.ranks as usize * bytes, Content::Head));
         if let Some(gathered) = gathered {
             let count = bytes / 4;
-            self.collective(Collective::AllGather, records.operand(), gathered.operand(), count, DType::F32);
+            self.collective(Collective::AllGather, records, gathered, count, DType::F32);
         }
         let class_rows = micro_batch.map(|_| self.alloc_bytes(split.class_row_bytes(), Content::Head));
-        let all_records = gathered.unwrap_or(records).operand();
-        self.push(facts.ops.class_loss(split, all_records, optional(class_rows), smoothing, accumulate));
+        let (all_records, rows) = (gathered.unwrap_or(records), class_rows.unwrap_or(Operand::NONE));
+        self.push(facts.ops.class_loss(split, all_records, rows, smoothing, accumulate));
         if let Some(class_rows) = class_rows {
             let bias = facts.layout.vector_gradient(self.plan.last_layer(), "bias");
-            let dbias = self.alloc_sampled_bias_gradient().map_or(bias, Allocation::operand);
-            self.push(facts.ops.class_gradient(split, class_rows.operand(), smoothing, dbias, accumulate));
-            self.convert_cosine_gradient(logits.operand());
+            let dbias = self.alloc_sampled_bias_gradient().unwrap_or(bias);
+            self.push(facts.ops.class_gradient(split, class_rows, smoothing, dbias, accumulate));
+            self.convert_cosine_gradient(logits);
         }
         [parts, records].into_iter().chain(gathered).chain(class_rows).for_each(|at| self.free_now(at));
         Ok(())
@@ -156,22 +142,19 @@ impl GraphEmitter<'_> {
     }
 
     /// Computes the sums of squares (f64) of the gradients of this rank's parts of parameters. `None` if every rank has all parameters.
-    pub(super) fn compute_split_squares(
-        &mut self,
-        split: ops::Gradients,
-    ) -> Result<Option<Squares>, EngineError> {
+    pub(super) fn compute_split_squares(&mut self, split: ops::Gradients) -> Result<Option<Squares>> {
         if !self.plan.is_split() {
             return Ok(None);
         }
         let ops = self.facts.ops;
         if !self.facts.recomputes_head_gradient() {
             let at = self.alloc_bytes(8, Content::Head);
-            self.push(ops.gradient_squares(split, at.operand()));
+            self.push(ops.gradient_squares(split, at));
             return Ok(Some(Squares { at, count: 1 }));
         }
         let chunk_count = self.plan.chunk_count();
         let at = self.alloc_bytes(8 * (chunk_count + 1), Content::Head);
-        let sum_at = |index: usize| at.operand().part(8 * index, 8);
+        let sum_at = |index: usize| at.part(8 * index, 8);
         self.for_each_chunk(|emitter, chunk, gradients| {
             emitter.push(ops.gradient_squares(gradients, sum_at(chunk)));
         })?;
@@ -185,14 +168,14 @@ impl GraphEmitter<'_> {
     pub(super) fn gather_squares(&mut self, own: Squares) -> Squares {
         let ranks = self.plan.model_ranks;
         let all = self.alloc_bytes(8 * ranks * own.count, Content::Head);
-        let (from, count) = (own.at.operand().part(0, 8 * own.count), 2 * own.count);
-        self.collective(Collective::AllGather, from, all.operand(), count, DType::F32);
+        let (from, count) = (own.at.part(0, 8 * own.count), 2 * own.count);
+        self.collective(Collective::AllGather, from, all, count, DType::F32);
         self.free_now(own.at);
         Squares { at: all, count: ranks * own.count }
     }
 
     /// Updates this rank's parts of weights.
-    pub(super) fn update_head(&mut self, gradients: ops::Gradients) -> Result<(), EngineError> {
+    pub(super) fn update_head(&mut self, gradients: ops::Gradients) -> Result {
         let layout = self.facts.layout;
         if self.facts.recomputes_head_gradient() {
             self.for_each_chunk(|emitter, chunk, gradients| {
@@ -210,10 +193,7 @@ impl GraphEmitter<'_> {
 
     /// Computes the gradient of each chunk's weights, and calls `use_gradient` with the index of the chunk and its gradient, to emit the
     /// commands that use the gradient.
-    fn for_each_chunk(
-        &mut self,
-        use_gradient: impl Fn(&mut Self, usize, ops::Gradients),
-    ) -> Result<(), EngineError> {
+    fn for_each_chunk(&mut self, use_gradient: impl Fn(&mut Self, usize, ops::Gradients)) -> Result {
         let convolution = self.plan.ops.last().and_then(|op| self.plan.convolution(op));
         let (Some(convolution), Some([x, dy])) = (convolution, self.features_and_dlogits) else {
             return Err(EngineError::Parameters("the head has no gradient".into()));
@@ -223,7 +203,7 @@ impl GraphEmitter<'_> {
         let at = self.alloc_bytes(bytes, Content::Head);
         let length = (bytes / self.plan.dtype.size()) as u64;
         let gradients = ops::Gradients {
-            matrices: at.operand(),
+            matrices: at,
             vectors: Operand::NONE,
             matrix_length: length,
             length,
@@ -232,11 +212,11 @@ impl GraphEmitter<'_> {
         let weights = self.facts.matrix(self.plan.network.head());
         for chunk in 0..self.plan.chunk_count() {
             let position = (chunk, self.plan.chunk_count());
-            let y = piece(dy.operand(), position, of_y);
-            let tensors = Tensors { x: x.operand(), w: at.operand(), y, channel_sums: Operand::NONE };
+            let y = piece(dy, position, of_y);
+            let tensors = Tensors { x, w: at, y, channel_sums: Operand::NONE };
             self.convolve(StreamId::Main, wgrad, tensors);
             let size = [wgrad.out_c, wgrad.in_c];
-            self.remove_along(StreamId::Main, piece(weights, position, bytes), at.operand(), size);
+            self.remove_along(StreamId::Main, piece(weights, position, bytes), at, size);
             use_gradient(self, chunk, gradients);
         }
         self.free_now(at);
@@ -257,29 +237,24 @@ impl GraphEmitter<'_> {
     }
 
     /// The classes whose logits are computed: the sampled classes in a training step that samples, otherwise all classes of this rank.
-    pub(super) fn head_part(&self, op: &FusedOp, name: &str) -> Option<HeadPart> {
+    pub(super) fn head_part(&self) -> Option<HeadPart> {
         if let Some(part) = self.sampled_part() {
             return Some(part);
         }
-        let convolution = self.plan.convolution(op)?;
-        let (w, bias) = (self.facts.matrix(name), self.facts.head_bias());
-        let chunk_count = self.plan.chunk_count();
         Some(HeadPart {
-            convolution,
-            chunk_count,
-            w,
-            bias,
+            convolution: self.plan.convolution(self.plan.ops.last()?)?,
+            chunk_count: self.plan.chunk_count(),
+            w: self.facts.matrix(self.plan.network.head()),
+            bias: self.facts.head_bias(),
             sample: Operand::NONE,
             label_positions: Operand::NONE,
         })
     }
 
-    /// Number of `u32` words of a control block.
     pub(super) fn control_words(&self) -> u32 {
         Inputs::control_words(self.plan.batch) as u32
     }
 
-    /// Gathers the control blocks of all ranks of the model group.
     pub(super) fn gather_controls(&mut self) {
         self.collective(Collective::AllGather, CONTROL, CONTROLS, self.control_words() as usize, DType::F32);
     }

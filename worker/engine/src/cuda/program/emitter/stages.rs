@@ -22,7 +22,7 @@ impl GraphEmitter<'_> {
     }
 
     /// Sends the output of a forward pass to the next stage, if there is one.
-    pub(super) fn send_output(&mut self) -> Result<(), EngineError> {
+    pub(super) fn send_output(&mut self) -> Result {
         if self.plan.network.is_last_stage() {
             return Ok(());
         }
@@ -47,10 +47,7 @@ impl GraphEmitter<'_> {
 
     /// Keeps the gradient of the stage's input for the preceding stage, if there is one. Copies it into
     /// [`Region::InputGradient`], so that the memory of the micro-batch can be reused.
-    pub(super) fn keep_input_gradient(
-        &mut self,
-        MicroBatch { is_last, .. }: MicroBatch,
-    ) -> Result<(), EngineError> {
+    pub(super) fn keep_input_gradient(&mut self, MicroBatch { is_last, .. }: MicroBatch) -> Result {
         if self.plan.network.stage().0 == 0 {
             return Ok(());
         }
@@ -58,7 +55,7 @@ impl GraphEmitter<'_> {
         let to = self.input_gradient();
         let values = (to.bytes / self.plan.dtype.size()) as u64;
         // Scaling by 1 copies the values.
-        self.push(self.facts.ops.scale_values([dx.operand(), to], values, 1.0));
+        self.push(self.facts.ops.scale_values([dx, to], values, 1.0));
         self.free(dx);
         if is_last {
             self.send_input_gradient();
@@ -80,7 +77,7 @@ impl GraphEmitter<'_> {
             return None;
         }
         let at = self.alloc_bytes(8 * stages, Content::Stages);
-        let square_of = |stage: usize| at.operand().part(8 * stage, 8);
+        let square_of = |stage: usize| at.part(8 * stage, 8);
         self.push(self.facts.ops.gradient_squares(gradients, square_of(stage)));
         let others = || (0..stages).filter(move |other| *other != stage);
         let mut sends: Vec<_> = others().map(|other| (other as u32, square_of(stage))).collect();
@@ -104,7 +101,7 @@ impl GraphEmitter<'_> {
     }
 
     /// The values of an allocation for `tensor`, without the padding of the allocation: the same bytes on both stages.
-    fn values_at(&self, tensor: TensorId, at: Allocation) -> Operand {
-        at.operand().part(0, self.tensor_bytes(tensor))
+    fn values_at(&self, tensor: TensorId, at: Operand) -> Operand {
+        at.part(0, self.tensor_bytes(tensor))
     }
 }

@@ -5,7 +5,7 @@ use super::*;
 use crate::{
     Optimizer,
     cuda::{
-        command::{Access, verify::collective_calls},
+        command::{Access, Arg, verify::collective_calls},
         program::text::text,
     },
     net::resnet,
@@ -24,7 +24,6 @@ mod stages;
 
 /// The only micro-batch of a step, with a full batch.
 const ONLY: MicroBatch = MicroBatch { is_first: true, is_last: true, is_full: true, pass: None };
-const STAGED: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
 
 fn build(arch: Arch, stem: Stem, side: usize, classes: usize) -> Arc<Network> {
     Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, classes).unwrap())
@@ -94,9 +93,7 @@ impl Setting {
     ) -> Self {
         let plan = plan(network, batch, dtype, capability);
         let part_count = share.unwrap_or(Share::WHOLE).ranks;
-        let (padded_in, padded_classes) = (plan.padded_input, plan.padded_classes);
-        let layout =
-            Layout::new(network, &plan.ops, padded_in, padded_classes, plan.has_folded_input, part_count);
+        let layout = Layout::new(&plan, part_count);
         let (norms, _) = norm_sites(&plan, &layout, &RunningLayout::for_network(network, plan.norms()));
         let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
         let statistics = match ranks {
@@ -120,8 +117,8 @@ impl Setting {
         }
     }
 
-    fn with_facts<T>(&self, use_facts: impl FnOnce(&Facts<'_>) -> T) -> T {
-        use_facts(&Facts {
+    fn facts(&self) -> Facts<'_> {
+        Facts {
             plan: &self.plan,
             layout: &self.layout,
             norms: &self.norms,
@@ -134,15 +131,15 @@ impl Setting {
             statistics: self.statistics.as_ref(),
             data_ranks: self.data_ranks,
             share: self.share,
-            computes_sums: &|convolution| self.computes_sums && convolution.groups == 1,
+            computes_sums: Box::new(move |convolution| self.computes_sums && convolution.groups == 1),
             scaling: None,
-        })
+        }
     }
 
     /// Emits the commands, with or without a second stream for weight gradients. Returns them with the result of their verification.
     fn emit(&self, phase: Phase, side_stream: bool) -> (Emitted, Result<(), String>) {
         let stream = if side_stream { StreamId::Side } else { StreamId::Main };
-        let emitted = self.with_facts(|facts| emit(facts, phase, STAGED, stream)).unwrap();
+        let emitted = emit(&self.facts(), phase, Input::NONE, stream).unwrap();
         let checked = verify::verify(&emitted.commands, phase.carries_over());
         (emitted, checked)
     }
@@ -155,7 +152,7 @@ impl Setting {
         let logits = Content::Activation(self.plan.network.logits());
         let has_logits = phase == Phase::Evaluate && self.plan.network.is_last_stage();
         let expected: &[Content] = if has_logits { &[logits] } else { &[] };
-        assert_eq!(live(&emitted.commands), expected, "{name}, {phase:?}");
+        assert_eq!(still_allocated(&emitted.commands), expected, "{name}, {phase:?}");
         for command in &emitted.commands {
             if let Command::Kernel { kernel, .. } = command {
                 signatures::check(kernel);
@@ -165,12 +162,12 @@ impl Setting {
     }
 
     fn text(&self, emitted: &Emitted) -> String {
-        self.with_facts(|facts| text(facts, &emitted.commands))
+        text(&self.facts(), &emitted.commands)
     }
 }
 
 /// The contents of the memory that is still allocated at the end of a list.
-fn live(commands: &[Command]) -> Vec<Content> {
+fn still_allocated(commands: &[Command]) -> Vec<Content> {
     let mut live = Vec::new();
     for command in commands {
         match command {
@@ -265,6 +262,36 @@ fn every_optimizer_s_update_is_valid() {
                 assert_eq!(count(&commands, kernel), 1, "{kernel}");
             }
         }
+    }
+}
+
+/// The list without the command with index `number`.
+fn without(commands: &[Command], number: usize) -> Vec<Command> {
+    [&commands[..number], &commands[number + 1..]].concat()
+}
+
+/// The indices of the commands for which `predicate` is true, in order.
+fn numbers(commands: &[Command], predicate: impl Fn(&Command) -> bool) -> Vec<usize> {
+    (0..commands.len()).filter(|number| predicate(&commands[*number])).collect()
+}
+
+fn announces_update(command: &Command) -> bool {
+    command.accesses().contains(&(UPDATING, Access::Write))
+}
+
+/// The offset of an operand in float32 values.
+fn place(arg: &Arg) -> usize {
+    match arg {
+        Arg::In(at) | Arg::Out(at) | Arg::InOut(at) => at.offset / 4,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn number(arg: &Arg) -> usize {
+    match *arg {
+        Arg::U32(number) => number as usize,
+        Arg::U64(number) => number as usize,
+        other => panic!("{other:?}"),
     }
 }
 
@@ -412,10 +439,7 @@ fn check_plan(dtype: DType) {
     let one_stream = setting.emit_valid(Phase::Train(ONLY), false);
     let evaluation = setting.emit_valid(Phase::Evaluate, true);
     let peaks = [&training, &one_stream, &evaluation].map(|emitted| emitted.arena_bytes);
-    assert_eq!(
-        setting.with_facts(|facts| arena_bytes(facts, true)).unwrap(),
-        peaks.into_iter().max().unwrap()
-    );
+    assert_eq!(Some(arena_bytes(&setting.facts(), true).unwrap()), peaks.into_iter().max());
     let [trains, one_stream, evaluates] = peaks.map(|bytes| bytes >> 20);
     let mut text = format!(
         "ResNet-50, pictures of 224x224, 1000 classes, a batch of 256, {format}, compute capability 9.0, 132 multiprocessors.\n\

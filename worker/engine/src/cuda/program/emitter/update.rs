@@ -20,7 +20,7 @@ impl GraphEmitter<'_> {
             return;
         }
         let mut producer = self.weight_gradient_stream;
-        if self.uses_side_stream() && statistics.uses_main_stream() {
+        if self.uses_side_stream() && statistics.reduces_gradients_on_main_stream() {
             self.join();
             producer = StreamId::Main;
         }
@@ -33,7 +33,7 @@ impl GraphEmitter<'_> {
     /// Reduces a range of gradients over all ranks after the commands so far on the stream `producer`.
     fn send_bucket(&mut self, bucket: usize, producer: StreamId, at: Operand, dtype: DType) {
         // NCCL must not use one group of ranks from two streams at once.
-        if self.facts.statistics.is_some_and(Statistics::uses_main_stream) {
+        if self.facts.statistics.is_some_and(Statistics::reduces_gradients_on_main_stream) {
             return self.reduce(producer, at, dtype);
         }
         self.record(producer, EventId::BucketReady(bucket));
@@ -51,7 +51,6 @@ impl GraphEmitter<'_> {
         }
     }
 
-    /// Sums values over all ranks.
     pub(super) fn all_reduce(&mut self, stream: StreamId, at: Operand, dtype: impl Into<DataType>) {
         self.commands.push(Command::all_reduce(stream, Group::World, at, dtype));
     }
@@ -64,10 +63,7 @@ impl GraphEmitter<'_> {
 
     /// Ends a micro-batch. If gradients accumulate, adds the gradients of this micro-batch to the sums. After the last micro-batch:
     /// reduces the gradients that are not reduced yet, updates the weights and records the result.
-    pub(super) fn finish_micro_batch(
-        &mut self,
-        MicroBatch { is_first, is_last, .. }: MicroBatch,
-    ) -> Result<(), EngineError> {
+    pub(super) fn finish_micro_batch(&mut self, MicroBatch { is_first, is_last, .. }: MicroBatch) -> Result {
         let Facts { layout, ops, accumulates, .. } = *self.facts;
         if self.uses_side_stream() {
             self.join();
@@ -108,7 +104,7 @@ impl GraphEmitter<'_> {
                 // Runs concurrently with the reduction of the other gradients.
                 split_squares = self.compute_split_squares(split)?;
             }
-            if !statistics.uses_main_stream() {
+            if !statistics.reduces_gradients_on_main_stream() {
                 self.record(StreamId::Collectives, EventId::CollectivesDone);
                 self.wait(StreamId::Main, EventId::CollectivesDone);
             }
@@ -123,7 +119,7 @@ impl GraphEmitter<'_> {
         let stage_squares = self.exchange_squares_and_loss(gradients);
         // Sums of squares of all gradients, if ranks have different stages or divide the optimizer's state.
         let squares_of_all_ranks = match stage_squares {
-            Some(Squares { at, count }) => Some((at.operand().part(0, 8 * count), count)),
+            Some(Squares { at, count }) => Some((at.part(0, 8 * count), count)),
             None => bucket_squares.map(|all| (all, updated.len())),
         };
         // From here on, a rank with the whole optimizer state waits for no other rank, so an update that has begun always ends.
@@ -137,7 +133,7 @@ impl GraphEmitter<'_> {
             }
             // A network that is split in model groups has neither stages nor a divided optimizer state.
             (Some(Squares { at, count }), _) => {
-                self.push(ops.gradient_norm_of_parts(whole, is_dynamic, at.operand(), count as u32));
+                self.push(ops.gradient_norm_of_parts(whole, is_dynamic, at, count as u32));
                 self.free_now(at);
             }
         }
@@ -151,7 +147,7 @@ impl GraphEmitter<'_> {
             self.gather_weights(share);
         }
         self.push(ops.stamp(Stamp::End.operand(), Operand::NONE));
-        self.push(ops.record(rings::RESULTS as u32, rings::TOTALS));
+        self.push(ops.record());
         Ok(())
     }
 
@@ -226,8 +222,8 @@ impl GraphEmitter<'_> {
             filters: filter_entries,
             policies: parameter_policies,
             host_filters: &filters,
-            iterates: iterates.map(Allocation::operand),
-            grams: grams.map(Allocation::operand),
+            iterates,
+            grams,
         }));
         iterates.into_iter().chain(grams).for_each(|allocation| self.free_now(allocation));
     }

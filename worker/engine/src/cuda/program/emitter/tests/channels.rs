@@ -1,7 +1,7 @@
 //! Operators that the ranks of a model group split.
 
 use super::*;
-use crate::{cuda::command::Arg, net::Placement};
+use crate::net::Placement;
 use Split::{Groups, In, Out};
 use std::collections::BTreeSet;
 
@@ -107,7 +107,7 @@ fn values_of(
 
 /// Simulates a command of every rank (`commands`) on the ranks' memory.
 fn run(memory: &mut [Vec<f32>], commands: &[&Command]) {
-    let place = |at: &Operand| at.offset / 4;
+    let at = |operand: &Operand| operand.offset / 4;
     let copy = |memory: &mut [Vec<f32>], [from, to]: [(usize, usize); 2], count: usize| {
         let values = memory[from.0][from.1..from.1 + count].to_vec();
         memory[to.0][to.1..to.1 + count].copy_from_slice(&values);
@@ -116,21 +116,14 @@ fn run(memory: &mut [Vec<f32>], commands: &[&Command]) {
     for (rank, command) in commands.iter().enumerate() {
         match command {
             Command::Kernel { kernel, .. } => {
-                let [from, to] = [0, 1].map(|arg| match &kernel.args[arg] {
-                    Arg::In(at) | Arg::Out(at) | Arg::InOut(at) => place(at),
-                    other => panic!("{other:?}"),
-                });
-                let number = |arg: usize| match kernel.args[arg] {
-                    Arg::U32(number) => number as usize,
-                    Arg::U64(number) => number as usize,
-                    other => panic!("{other:?}"),
-                };
+                let [from, to] = [0, 1].map(|arg| place(&kernel.args[arg]));
+                let number = |arg: usize| number(&kernel.args[arg]);
                 match kernel.name {
                     "copy_channels" => {
-                        let [rows, groups, of_from, of_to, first, at] = [2, 3, 4, 5, 6, 7].map(number);
+                        let [rows, groups, of_from, of_to, first, first_to] = [2, 3, 4, 5, 6, 7].map(number);
                         for row in 0..rows {
                             let from = from + 8 * (first + row * of_from);
-                            let to = to + 8 * (at + row * of_to);
+                            let to = to + 8 * (first_to + row * of_to);
                             copy(memory, [(rank, from), (rank, to)], 8 * groups);
                         }
                     }
@@ -140,13 +133,13 @@ fn run(memory: &mut [Vec<f32>], commands: &[&Command]) {
                 }
             }
             Command::Exchange { sends, .. } => {
-                for (peer, at) in sends {
+                for (peer, sent) in sends {
                     let Command::Exchange { receives, .. } = commands[*peer as usize] else {
                         panic!("no exchange on {peer}")
                     };
                     let (_, to) = receives.iter().find(|(of, _)| *of as usize == rank).unwrap();
-                    assert_eq!(at.bytes, to.bytes);
-                    copy(memory, [(rank, place(at)), (*peer as usize, place(to))], at.bytes / 4);
+                    assert_eq!(sent.bytes, to.bytes);
+                    copy(memory, [(rank, at(sent)), (*peer as usize, at(to))], sent.bytes / 4);
                 }
             }
             // For all ranks at once, at the turn of the first rank.
@@ -154,7 +147,7 @@ fn run(memory: &mut [Vec<f32>], commands: &[&Command]) {
                 let ends: Vec<[usize; 2]> = commands
                     .iter()
                     .map(|command| match command {
-                        Command::Collective { from, to, group: Group::Model, .. } => [place(from), place(to)],
+                        Command::Collective { from, to, group: Group::Model, .. } => [at(from), at(to)],
                         other => panic!("{other:?}"),
                     })
                     .collect();

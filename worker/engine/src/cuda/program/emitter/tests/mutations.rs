@@ -1,7 +1,6 @@
 //! The verification refuses lists of commands that a test has damaged.
 
 use super::*;
-use crate::cuda::command::Access;
 
 /// Settings with several streams, collectives and reuse of memory: a single rank, and each kind of group.
 fn settings() -> Vec<Setting> {
@@ -19,16 +18,6 @@ fn valid_commands(setting: &Setting) -> Vec<Command> {
 
 fn refusal(commands: &[Command]) -> Option<String> {
     verify::verify(commands, false).err()
-}
-
-/// The list without the command with index `number`.
-fn without(commands: &[Command], number: usize) -> Vec<Command> {
-    [&commands[..number], &commands[number + 1..]].concat()
-}
-
-/// The indices of the commands for which `predicate` is true, in order.
-fn numbers(commands: &[Command], predicate: impl Fn(&Command) -> bool) -> Vec<usize> {
-    (0..commands.len()).filter(|number| predicate(&commands[*number])).collect()
 }
 
 /// Every wait is needed, except waits that another wait implies: a weight gradient whose inputs existed at an earlier weight gradient, and
@@ -87,7 +76,6 @@ fn an_allocation_that_is_moved_is_refused() {
     }
 }
 
-/// Two tensors that are live at the same time are allocated at the same offset.
 #[test]
 fn allocations_that_overlap_are_refused() {
     let commands = valid_commands(&settings()[0]);
@@ -128,7 +116,6 @@ fn memory_that_is_freed_too_early_or_twice_is_refused() {
     }
 }
 
-/// A group of ranks must not be used from two streams at the same time.
 #[test]
 fn collectives_on_two_streams_are_ordered() {
     let reduce = |stream: StreamId, region: Region| {
@@ -181,7 +168,6 @@ fn ranges_of_a_region_are_distinguished() {
 fn an_update_that_the_host_could_not_stop_is_refused() {
     for setting in settings() {
         let commands = valid_commands(&setting);
-        let announces_update = |c: &Command| c.accesses().contains(&(UPDATING, Access::Write));
         let [at] = numbers(&commands, announces_update)[..] else {
             panic!("a step announces its update once")
         };
@@ -192,7 +178,7 @@ fn an_update_that_the_host_could_not_stop_is_refused() {
         let mut early = without(&commands, at);
         early.insert(last, commands[at].clone());
         assert!(refusal(&early).unwrap().contains("an update may"), "{early:?}");
-        if !setting.statistics.as_ref().is_some_and(Statistics::uses_main_stream) {
+        if !setting.statistics.as_ref().is_some_and(Statistics::reduces_gradients_on_main_stream) {
             // If another stream reduces the gradients, a command after the start of the reduction may run before its end.
             early = without(&commands, at);
             early.insert(last + 1, commands[at].clone());
@@ -201,7 +187,6 @@ fn an_update_that_the_host_could_not_stop_is_refused() {
     }
 }
 
-/// Running statistics are copied once per step, before any command changes them.
 #[test]
 fn a_step_saves_running_statistics_before_they_change() {
     for setting in settings() {
@@ -228,7 +213,6 @@ fn a_step_saves_running_statistics_before_they_change() {
     }
 }
 
-/// The gradients to which a micro-batch adds must come from an earlier micro-batch.
 #[test]
 fn adding_to_gradients_that_do_not_exist_is_refused() {
     for setting in settings() {

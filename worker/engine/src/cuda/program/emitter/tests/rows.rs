@@ -1,7 +1,7 @@
 //! Rows of pictures that ranks share.
 
 use super::*;
-use crate::{cuda::command::Arg, net::Rows};
+use crate::net::Rows;
 
 const PICTURES: usize = 2;
 
@@ -119,14 +119,6 @@ impl Rank {
 
     /// Simulates a kernel of `rows.cu`.
     fn launch(&mut self, kernel: &Kernel) {
-        let place = |arg: &Arg| match arg {
-            Arg::In(at) | Arg::Out(at) | Arg::InOut(at) => at.offset / 4,
-            other => panic!("{other:?}"),
-        };
-        let number = |arg: &Arg| match arg {
-            Arg::U32(number) => *number as usize,
-            other => panic!("{other:?}"),
-        };
         let (from, to) = (place(&kernel.args[0]), place(&kernel.args[1]));
         let [pictures, quads, from_rows, to_rows] = [2, 3, 4, 5].map(|arg| number(&kernel.args[arg]));
         let length = 4 * quads;
@@ -174,10 +166,7 @@ fn simulate(
                 Command::Kernel { kernel, .. } if kernel.name == "take_rows" => Some(kernel.args.clone()),
                 _ => None,
             });
-            [0, 1].map(|arg| match first.as_ref().unwrap()[arg] {
-                Arg::In(at) | Arg::Out(at) => at.offset / 4,
-                other => panic!("{other:?}"),
-            })
+            [0, 1].map(|arg| place(&first.as_ref().unwrap()[arg]))
         })
         .collect();
     for (number, rank) in ranks.iter_mut().enumerate() {
@@ -287,7 +276,7 @@ fn rows_come_from_the_ranks_that_have_them_and_gradients_go_back() {
 fn ranks_that_share_rows_need_less_memory() {
     let network = build(Arch::ResNet50, Stem::Imagenet, 1024, 10);
     let bytes = |part: &Arc<Network>, statistics: Statistics| {
-        setting(part, DType::Bf16, statistics).with_facts(|facts| arena_bytes(facts, true)).unwrap() as f64
+        arena_bytes(&setting(part, DType::Bf16, statistics).facts(), true).unwrap() as f64
     };
     let whole = bytes(&network, Statistics::Nccl);
     for height in [2, 4] {

@@ -2,7 +2,7 @@
 //! at most as many threads as the kernel is compiled for (`__launch_bounds__`).
 
 use super::*;
-use crate::cuda::{command::Arg, kernels::SOURCE};
+use crate::cuda::kernels::SOURCE;
 use std::{collections::BTreeMap, sync::LazyLock};
 
 /// Parameters, by kernel and index, that are only read, but are not `const`.
@@ -99,13 +99,8 @@ fn parameter(text: &str) -> Declared {
         return Declared::Pointer { constant: text.starts_with("const ") };
     }
     let words: Vec<&str> = text.split_whitespace().collect();
-    match words[words.len() - 2] {
-        "u32" => Declared::Number("u32"),
-        "u64" => Declared::Number("u64"),
-        "float" => Declared::Number("float"),
-        "double" => Declared::Number("double"),
-        other => panic!("{other} in {text}"),
-    }
+    let known = ["u32", "u64", "float", "double"].into_iter().find(|kind| *kind == words[words.len() - 2]);
+    Declared::Number(known.unwrap_or_else(|| panic!("{text}")))
 }
 
 fn fits(kernel: &Kernel, index: usize, declared: Declared) -> bool {
@@ -152,10 +147,8 @@ fn every_way_to_gather_pictures_is_valid() {
     ] {
         let side = if scales { 32 } else { 224 };
         let input = Input::Dataset { pictures: 0, height: side, width: side, mode };
-        let commands = setting.with_facts(|facts| {
-            let facts = Facts { scaling: scales.then_some([&table, &table]), ..*facts };
-            emit(&facts, phase, input, StreamId::Side).unwrap().commands
-        });
+        let facts = Facts { scaling: scales.then_some([&table, &table]), ..setting.facts() };
+        let commands = emit(&facts, phase, input, StreamId::Side).unwrap().commands;
         assert_eq!(verify::verify(&commands, false), Ok(()), "{name}");
         let gathers: Vec<&Kernel> = commands
             .iter()

@@ -1,7 +1,6 @@
 //! Pipeline stages.
 
 use super::*;
-use crate::plan::Pass;
 
 /// Bytes of a micro-batch's part of a region: more than any test needs.
 const PART_BYTES: usize = 1 << 32;
@@ -10,11 +9,8 @@ const PART_BYTES: usize = 1 << 32;
 fn step(setting: &Setting, micro_batches: usize) -> Vec<Command> {
     let (stage, stages) = setting.plan.network.stage();
     let in_flight = (stages - stage).min(micro_batches);
-    let (mut commands, mut sends_gradient) = (Vec::new(), false);
-    for pass in plan::schedule(stage, stages, micro_batches) {
-        let (Pass::Forward(number) | Pass::Backward(number)) = pass;
-        let is_backward = pass == Pass::Backward(number);
-        let pass = StagePass { is_backward, memory_part: number % in_flight, sends_gradient };
+    let mut commands = Vec::new();
+    for (number, pass) in StagePass::schedule((stage, stages), micro_batches, in_flight) {
         let (is_first, is_last) = (number == 0, number + 1 == micro_batches);
         let emitted = setting
             .emit_valid(Phase::Train(MicroBatch { is_first, is_last, pass: Some(pass), ..ONLY }), true);
@@ -23,7 +19,6 @@ fn step(setting: &Setting, micro_batches: usize) -> Vec<Command> {
             Region::Arena | Region::Control | Region::NormValues => PART_BYTES,
             _ => 0,
         }));
-        sends_gradient = is_backward && stage > 0;
     }
     commands
 }
@@ -125,18 +120,16 @@ fn evaluations_pass_from_stage_to_stage() {
     assert_eq!((&sent[..], &received[..]), (&[(1, true, bytes(sent))][..], &[(0, false, bytes(sent))][..]));
 }
 
-/// A stage uses every message that it receives.
 #[test]
 fn a_message_that_a_stage_misses_is_refused() {
     let stages = parts(&build(Arch::ResNet18, Stem::Cifar, 32, 10), [3, 1, 1]);
     let setting = Setting { accumulates: true, ..Setting::new(&stages[1], 8, DType::F16, 90, Ranks::Single) };
     let commands = step(&setting, 3);
     let receives = |c: &Command| matches!(c, Command::Exchange { receives, .. } if !receives.is_empty());
-    let numbers: Vec<usize> = (0..commands.len()).filter(|number| receives(&commands[*number])).collect();
+    let numbers = numbers(&commands, receives);
     assert_eq!(numbers.len(), 3 + 3 + 1);
     for number in numbers {
-        let without = [&commands[..number], &commands[number + 1..]].concat();
-        let refused = verify::verify(&without, false).unwrap_err();
+        let refused = verify::verify(&without(&commands, number), false).unwrap_err();
         assert!(refused.contains("is read before it is written"), "{refused}");
     }
 }

@@ -48,7 +48,6 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct PostedSteps {
-    /// By rank.
     ranks: Vec<Option<Post>>,
     /// When rank 0, which stores the posts, last responded. `None` if it has not responded yet.
     last_response: Option<Instant>,

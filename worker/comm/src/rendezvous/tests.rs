@@ -1,22 +1,9 @@
 use super::{
-    loopback::{on_joined_ranks, rendezvous_config, unused_port},
+    loopback::{rendezvous_config, unused_port},
     *,
 };
 use crate::Exchange;
 use std::{sync::atomic::Ordering, time::Instant};
-
-#[test]
-fn ranks_exchange_values() {
-    let results = on_joined_ranks(4, Duration::ZERO, |store| {
-        let name = format!("rank {}", store.config().rank);
-        let values = store.all_gather("names", name.as_bytes()).unwrap();
-        store.barrier("end").unwrap();
-        values
-    });
-    for values in results {
-        assert_eq!(values, [b"rank 0", b"rank 1", b"rank 2", b"rank 3"]);
-    }
-}
 
 #[test]
 fn errors_name_missing_ranks() {

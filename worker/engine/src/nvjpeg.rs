@@ -5,8 +5,8 @@
 #![allow(unsafe_code)] // A C API, called through its symbols.
 
 use cudarc::driver::{result, sys::CUstream};
-use libloading::os::unix::{Library as Handle, RTLD_LAZY, RTLD_LOCAL};
-use lockstep_host::gpu::libraries::{Libraries, Library, check_loadable};
+use libloading::os::unix::Library as Handle;
+use lockstep_host::gpu::libraries::{self, Libraries, Library, check_loadable};
 use std::{
     ffi::{c_int, c_uint, c_void},
     path::Path,
@@ -78,14 +78,7 @@ impl Nvjpeg {
     }
 
     fn load(path: &Path) -> Result<Self, String> {
-        let shown = path.display();
-        // SAFETY: the initialisers of NVIDIA's libraries have no preconditions.
-        let library = unsafe { Handle::open(Some(path), RTLD_LAZY | RTLD_LOCAL) }
-            .map_err(|e| format!("{shown} cannot be loaded: {e}"))?;
-        let loaded = Self::load_symbols(&library);
-        // Never unloaded: symbols stay valid, and NVIDIA's libraries do not support unloading well.
-        std::mem::forget(library);
-        loaded.map_err(|error| format!("{shown}: {error}"))
+        Self::load_symbols(&*libraries::open(path)?).map_err(|error| format!("{}: {error}", path.display()))
     }
 
     fn load_symbols(library: &Handle) -> Result<Self, String> {
@@ -118,7 +111,6 @@ pub(crate) struct Picture<'a> {
     pub(crate) planes: [Plane; 3],
 }
 
-/// Destination of a component.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Plane {
     /// Address of a buffer with `pitch` bytes for each row of the component.

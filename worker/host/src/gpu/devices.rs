@@ -18,7 +18,6 @@ const DEVICE_ORDER: &str = "CUDA_DEVICE_ORDER";
 /// Maximum number of NVLink connections of a GPU (an H200 has 18).
 const MAX_NVLINKS: u32 = 36;
 
-/// A GPU of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
     /// The index among all GPUs of this machine in the order of their PCI addresses, as in `nvidia-smi`.

@@ -309,14 +309,13 @@ fn build(
     let Division { plan, classes, accumulate, sample_share } = setup.division;
     let network = Arc::new(net::build(&case.model, case.image_size, 3, classes)?);
     let initial = init::InitialParameters::new(&network, false, 0);
+    let optimizer = Optimizer { momentum: 0.9, weight_decay, ..Optimizer::default() };
     let config = EngineConfig {
-        batch_size,
-        optimizer: Optimizer { momentum: 0.9, weight_decay, ..Optimizer::default() },
         loss: LossConfig { sample_share, ..LossConfig::default() },
         accumulate,
         sync_batch_norm: setup.sync_batch_norm,
-        gradients_mean: true,
         threads,
+        ..EngineConfig::new(batch_size, optimizer)
     };
     let built = setup.device.backend.build(BuildArgs {
         network,

@@ -10,7 +10,6 @@ use lockstep_kernels::synthetic::{labels, values};
 use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
 use std::sync::Arc;
 
-/// `network` with its batch norms frozen.
 pub(super) fn freeze_norms(network: &Network) -> Arc<Network> {
     Arc::new(Network { frozen_norm: true, ..network.clone() })
 }

@@ -143,7 +143,6 @@ impl Conv {
 /// How a convolution's output is computed in training. In evaluation every convolution is [`ConvForward::Plain`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ConvForward {
-    /// Not fused.
     Plain {
         /// Whether the batch norm's statistics are taken right after the convolution, because another convolution runs before
         /// the batch norm. All ranks decide alike: ranks that synchronise statistics must reach the same batch norm.
@@ -223,7 +222,6 @@ pub(super) struct DeferredNorm {
 pub(super) enum StatisticsIn {
     /// When the batch norm runs.
     Norm,
-    /// Right after the preceding convolution.
     AfterConv,
     /// In the kernel of the preceding convolution.
     Conv,

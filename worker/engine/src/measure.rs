@@ -1,8 +1,8 @@
 //! Measures a device's speed: steps of a network on synthetic pictures, and the time of each operation in one step.
 
 use super::{
-    BuildArgs, DeviceChoice, DeviceConfig, EngineConfig, EngineError, HostTensor, LayerTime, LossConfig,
-    NamedTensors, Optimizer,
+    BuildArgs, DeviceChoice, DeviceConfig, EngineConfig, EngineError, HostTensor, LayerTime, NamedTensors,
+    Optimizer,
     plan::{Plan, Rates},
 };
 use crate::net::{self, Network, init};
@@ -101,15 +101,7 @@ fn time_steps(
     let mut engine = device.backend.build(BuildArgs {
         network: Arc::new(network.clone()),
         initial,
-        config: EngineConfig {
-            batch_size: pictures,
-            optimizer,
-            loss: LossConfig::default(),
-            accumulate: 1,
-            sync_batch_norm: false,
-            gradients_mean: true,
-            threads,
-        },
+        config: EngineConfig { sync_batch_norm: false, threads, ..EngineConfig::new(pictures, optimizer) },
         comm: Arc::new(SingleRank),
         device: DeviceConfig::new(device.ordinal, precision, Plan::data(1)),
     })?;

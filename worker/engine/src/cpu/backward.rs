@@ -37,7 +37,6 @@ impl Executor {
         Ok(())
     }
 
-    /// Indices of the weight and the bias of `name`.
     fn parameter_indices(&self, name: &str) -> [usize; 2] {
         ["weight", "bias"].map(|suffix| self.layout.index_of(&format!("{name}.{suffix}")))
     }

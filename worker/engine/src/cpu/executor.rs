@@ -102,7 +102,6 @@ pub(super) struct Executor {
     /// Running means and variances before the current step, whose forward passes change them. `None` outside a step, and
     /// for a single rank.
     running_before: Option<Vec<[Vec<f32>; 2]>>,
-    /// The current micro-batch.
     pub(super) current: MicroBatchState,
     /// Micro-batches between their forward and backward passes, except the current one.
     pub(super) in_flight: Vec<MicroBatchState>,
@@ -151,11 +150,7 @@ impl Executor {
         });
         let state =
             State::new(&layout, has_f64_gradients, config.optimizer, memory_group, model_group, sharding)?;
-        let reducer = match &groups {
-            None => Reducer::new(comm, state.memory.as_ref(), state.is_sharded()),
-            Some(groups) => Reducer::over(groups, state.is_sharded()),
-        };
-        let reducer = reducer
+        let reducer = Reducer::new(comm, groups.as_ref(), state.memory.as_ref(), state.is_sharded())
             .map_err(|e| EngineError::Parameters(format!("cannot start the communication thread: {e}")))?;
         let statistics = |norm: &Norm| Statistics::from_running(&norm.running[0], &norm.running[1]);
         let current = MicroBatchState {
@@ -262,7 +257,7 @@ impl Executor {
         if let Some(groups) = &self.groups {
             groups.stage.all_reduce((&mut sums).into())?;
         }
-        let waited = self.reducer.take_waited();
+        let waited = std::mem::take(&mut self.reducer.waited);
         let axis_secs = self.groups.as_ref().map(|groups| groups.take_waited(&waited));
         let [square_sum, loss_sum, correct] = sums;
         let samples: usize = batches.iter().map(|b| b.labels.len()).sum();
@@ -406,7 +401,7 @@ impl Executor {
             (0..self.layout.buckets.len()).for_each(|bucket| self.state.complete(bucket));
         }
         let (square_sum, waited) = self.state.finish()?;
-        self.reducer.add_waited(Axes { model: true, height: true }, waited);
+        self.reducer.waited.add(Axes { model: true, height: true }, waited);
         Ok(square_sum)
     }
 

@@ -51,11 +51,8 @@ struct Counts {
     tasks_taken: AtomicU64,
     /// Tasks that are done; used only in rank 0's line.
     tasks_done: AtomicU64,
-    /// Buckets that this rank has completed.
     completed_buckets: AtomicU64,
-    /// Tasks that this rank has taken.
     own_tasks_taken: AtomicU64,
-    /// Tasks that this rank has done.
     own_tasks_done: AtomicU64,
 }
 
@@ -93,7 +90,6 @@ pub(super) struct State {
     policies: Vec<ParameterPolicy>,
     /// By parameter: the layout of its filters if Muon orthogonalises them.
     filters: Vec<Option<ConvShape>>,
-    /// By parameter: the range of its pieces.
     parameter_pieces: Vec<Range<usize>>,
     pieces: Vec<Piece>,
     tasks: Vec<Task>,
@@ -101,7 +97,6 @@ pub(super) struct State {
     open_tasks: usize,
     /// The ranks that have the other parts of split parameters.
     model_group: Option<Group>,
-    /// Indices of split parameters.
     split_parameters: Vec<usize>,
     /// Set if ranks divide the optimizer's state.
     sharding: Option<Sharding>,
@@ -112,9 +107,6 @@ pub(super) struct State {
 impl State {
     /// State filled with zeros. `model_group`: the ranks that have other parts of split parameters. `sharding`: how ranks divide the
     /// optimizer's state if they do not share memory.
-    ///
-    /// # Errors
-    /// Another rank is gone.
     pub(super) fn new(
         layout: &Layout,
         has_f64_gradients: bool,
@@ -281,9 +273,6 @@ impl State {
 
     /// Runs tasks until all ranks' updates are done. Returns the sum of squares of the reduced gradient, and the time spent
     /// waiting without work.
-    ///
-    /// # Errors
-    /// Another rank is gone.
     pub(super) fn finish(&mut self) -> Result<(f64, Duration), CommError> {
         let all_tasks = (self.steps + 1) * self.tasks.len() as u64;
         let is_done = || self.counts[0].tasks_done.load(Ordering::Acquire) >= all_tasks;

@@ -141,12 +141,10 @@ pub struct Parameter {
 }
 
 impl Parameter {
-    /// Number of values.
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Whether the parameter has no values.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -198,7 +196,6 @@ impl Network {
         }
     }
 
-    /// The input pictures.
     pub fn input(&self) -> TensorId {
         0
     }
@@ -438,13 +435,11 @@ impl Network {
         self.push(shape, |output| Op::Conv { name, input, output, kernel, stride, padding, groups })
     }
 
-    /// Appends a batch norm.
     pub fn batch_norm(&mut self, name: impl Into<String>, input: TensorId) -> TensorId {
         let name = name.into();
         self.push(self.tensors[input], |output| Op::BatchNorm { name, input, output })
     }
 
-    /// Appends a ReLU.
     pub fn relu(&mut self, input: TensorId) -> TensorId {
         self.push(self.tensors[input], |output| Op::Relu { input, output })
     }
@@ -478,13 +473,11 @@ impl Network {
         self.push(shape, |output| Op::MaxPool { input, output, kernel, stride, padding })
     }
 
-    /// Appends a mean over all pixels.
     pub fn global_average_pool(&mut self, input: TensorId) -> TensorId {
         let shape = TensorShape { height: 1, width: 1, channels: self.tensors[input].channels };
         self.push(shape, |output| Op::GlobalAveragePool { input, output })
     }
 
-    /// Appends a linear layer.
     pub fn linear(&mut self, name: impl Into<String>, input: TensorId, outputs: usize) -> TensorId {
         let (name, shape) = (name.into(), TensorShape { height: 1, width: 1, channels: outputs });
         self.push(shape, |output| Op::Linear { name, input, output })

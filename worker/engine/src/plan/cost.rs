@@ -338,7 +338,6 @@ impl Workload {
 /// The cost of an operation on rank 0, which has the largest part.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OperatorCost {
-    /// The placement of the output.
     pub placement: Placement,
     /// Whether ranks share the rows of the output.
     pub shares_rows: bool,
@@ -439,7 +438,6 @@ struct Spent {
 }
 
 impl StageModel<'_> {
-    /// The cost of stage number `number`.
     fn cost(&self, number: usize) -> Stage {
         let Self { local, machine, work, plan, .. } = self;
         let (value_bytes, micro_batches) = (machine.rates.value_bytes as f64, work.accumulate.max(1) as f64);

@@ -1,4 +1,4 @@
-//! Tests of a step's kept gradients and layer times.
+//! Tests of [`Engine::keep_gradients`] and [`Engine::time_layers`].
 
 use super::resnet20;
 use crate::{Engine, EngineConfig, Optimizer, build_cpu, net::Network, unfused};
@@ -15,7 +15,7 @@ fn engine(kind: OptimizerKind, accumulate: usize) -> (Box<dyn Engine>, Arc<Netwo
 }
 
 #[test]
-fn kept_gradients_are_those_of_the_loss_for_every_optimizer() {
+fn kept_gradients_exclude_weight_decay_for_every_optimizer() {
     let mut first = None;
     for kind in OptimizerKind::ALL {
         for accumulate in [1, 2] {

@@ -10,7 +10,7 @@
 
 use super::{
     Network, Parameter, Role,
-    draw::Draw,
+    init::Draw,
     whitening::{KERNEL, WHITENED},
 };
 use lockstep_kernels::{batch_norm::MOMENTUM, draws::uniform};

@@ -151,7 +151,7 @@ pub fn run(
                     let store = Store::join(rendezvous).map_err(|e| e.to_string())?;
                     let ring = Ring::connect(&store, TIMEOUT).map_err(|e| e.to_string())?;
                     store.barrier("connected").map_err(|e| e.to_string())?;
-                    let comm = ShmProcessGroup::meet(ring).map_err(|e| e.to_string())?;
+                    let comm = ShmProcessGroup::upgrade(ring).map_err(|e| e.to_string())?;
                     run_rank(case, threads, division, precision, comm)
                 })
             })

@@ -1,7 +1,7 @@
 //! Tests of networks with frozen batch norms, on the CPU engine: gradients are the derivatives of the loss with running
 //! statistics, and no tensor of a batch norm changes.
 
-use super::{Engine, EngineConfig, Optimizer, build_cpu, unfused};
+use super::{Engine, EngineConfig, Optimizer, build_cpu, fixtures};
 use crate::net::{Network, Role, init, resnet};
 use lockstep_comm::SingleRank;
 use lockstep_data::loader::Batch;
@@ -44,18 +44,18 @@ fn networks() -> Vec<Arc<Network>> {
         Arc::new(resnet::build(&model(Arch::ResNet20, Stem::Cifar), 8, 3, 10).unwrap()),
         Arc::new(resnet::build(&model(Arch::ResNet18, Stem::Imagenet), 32, 3, 10).unwrap()),
     ];
-    networks.extend(unfused::networks().iter().map(|network| freeze_norms(network)));
+    networks.extend(fixtures::networks().iter().map(|network| freeze_norms(network)));
     assert!(networks.iter().all(|network| network.frozen_norm));
     networks
 }
 
 /// An optimizer whose momentum after the first step is the gradient.
 fn plain_sgd() -> Optimizer {
-    unfused::config(6).optimizer
+    fixtures::config(6).optimizer
 }
 
 fn engine(network: &Arc<Network>, optimizer: Optimizer) -> Box<dyn Engine> {
-    let config = EngineConfig { optimizer, ..unfused::config(6) };
+    let config = EngineConfig { optimizer, ..fixtures::config(6) };
     build_cpu(network.clone(), &trained_parameters(network), config, Arc::new(SingleRank)).unwrap()
 }
 
@@ -164,7 +164,7 @@ fn micro_batches_have_the_gradients_of_one_batch() {
             indices: pictures.map(|i| i as u64).collect(),
             ..Batch::default()
         };
-        let config = EngineConfig { accumulate: 2, ..unfused::config(6) };
+        let config = EngineConfig { accumulate: 2, ..fixtures::config(6) };
         let gradients = |step: &[Batch]| {
             let comm = Arc::new(SingleRank);
             let mut engine =

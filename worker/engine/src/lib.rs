@@ -12,6 +12,8 @@ mod cuda;
 mod distribution;
 mod finite;
 #[cfg(test)]
+mod fixtures;
+#[cfg(test)]
 mod frozen_norm;
 mod fuse;
 mod layers;
@@ -22,12 +24,10 @@ pub mod nvjpeg;
 pub mod onnx;
 mod optimizer;
 pub mod plan;
-mod prologue;
+mod prepared_step;
 pub mod registry;
 mod sharding;
 mod state_dict;
-#[cfg(test)]
-mod unfused;
 
 pub use backend::{
     Backend, BuildArgs, DeviceChoice, DeviceConfig, DeviceError, DeviceMetrics, Devices, Needs, Selection,

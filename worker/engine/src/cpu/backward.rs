@@ -13,7 +13,7 @@ use super::{
 use crate::{
     EngineError,
     fuse::{Conv, FusedOp, Norm},
-    prologue::StepPart,
+    prepared_step::StepPart,
 };
 use std::{ops::Range, time::Instant};
 

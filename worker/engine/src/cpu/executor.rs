@@ -18,7 +18,7 @@ use crate::{
     loss::Order,
     net::{Axes, Network, Placement, TensorId},
     plan::{self, Pass, Plan},
-    prologue::{Prologue, StepPart},
+    prepared_step::{PreparedStep, StepPart},
 };
 use lockstep_comm::{ProcessGroup, SingleRank};
 use lockstep_data::loader::Batch;
@@ -217,7 +217,8 @@ impl Executor {
 
     /// One optimizer step; see [`crate::Engine::train_step`].
     pub(super) fn train_step(&mut self, batches: &[Batch], lr: f32) -> Result<StepResult, EngineError> {
-        let Prologue { parts, gradient_scale } = Prologue::of(batches, &self.config, self.data_ranks)?;
+        let PreparedStep { parts, gradient_scale } =
+            PreparedStep::of(batches, &self.config, self.data_ranks)?;
         if parts.is_empty() {
             return Ok(StepResult::default());
         }

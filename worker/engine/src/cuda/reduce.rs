@@ -126,7 +126,7 @@ impl Reducer {
                         let table = Table {
                             rank: comm.rank(),
                             world: comm.size(),
-                            data: peers.data,
+                            data: peers.addresses,
                             abort: abort_flag.device,
                         };
                         let table = device.upload(&[table])?;

@@ -36,7 +36,7 @@ fn losses_and_gradient(plan: &Plan, weights: &[NamedTensors]) -> (Vec<f32>, Name
         let mut engine = build_cpu_with(network.clone(), &weights[0], config, comm.clone(), plan).unwrap();
         let distribution = Distribution::new(&network, plan, comm.as_ref()).unwrap();
         let parts = |whole: &NamedTensors| {
-            distribution.scatter(Some(whole.clone()), distribution.parameters()).unwrap()
+            distribution.scatter(Some(whole.clone()), distribution.parameter_shapes()).unwrap()
         };
         let mut gradient = None;
         let mut steps = Vec::new();

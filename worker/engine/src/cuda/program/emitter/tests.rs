@@ -235,7 +235,7 @@ mod full {
     #[test]
     fn the_commands_of_every_other_network_are_valid() {
         let mut networks = crate::cuda::tests::operations();
-        networks.extend(crate::unfused::networks());
+        networks.extend(crate::fixtures::networks());
         networks.push(build(Arch::ResNet18, Stem::Imagenet, 224, 1000));
         networks.push(build(Arch::ResNeXt50_32x4d, Stem::Cifar, 32, 10));
         check_commands(&networks);
@@ -276,7 +276,7 @@ fn count(commands: &[Command], name: &str) -> usize {
 #[test]
 fn frozen_batch_norms_are_only_applied() {
     let mut networks = crate::cuda::tests::operations();
-    networks.extend(crate::unfused::networks());
+    networks.extend(crate::fixtures::networks());
     networks.push(build(Arch::ResNet18, Stem::Imagenet, 224, 1000));
     networks.push(build(Arch::ResNet50, Stem::Imagenet, 224, 1000));
     for network in networks {

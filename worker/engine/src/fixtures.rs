@@ -1,5 +1,5 @@
-//! Networks with operations that cannot be fused. The CPU engine's results are compared with PyTorch's. Tests of fusion use
-//! these networks, too.
+//! Networks, batches and settings for tests of engines. A step of [`network`], whose operations cannot be fused, is compared with
+//! PyTorch's.
 
 use super::{Engine, EngineConfig, Optimizer, build_cpu};
 use crate::net::{Network, Role};

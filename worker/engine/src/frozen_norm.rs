@@ -49,11 +49,6 @@ fn networks() -> Vec<Arc<Network>> {
     networks
 }
 
-/// An optimizer whose momentum after the first step is the gradient.
-fn plain_sgd() -> Optimizer {
-    fixtures::config(6).optimizer
-}
-
 fn engine(network: &Arc<Network>, optimizer: Optimizer) -> Box<dyn Engine> {
     let config = EngineConfig { optimizer, ..fixtures::config(6) };
     build_cpu(network.clone(), &trained_parameters(network), config, Arc::new(SingleRank)).unwrap()
@@ -80,7 +75,7 @@ fn loss(engine: &mut dyn Engine, batch: &Batch) -> f64 {
 fn gradients_are_the_derivatives_of_the_loss_with_running_statistics() {
     for network in networks() {
         let batch = batch(&network, 0);
-        let mut engine = engine(&network, plain_sgd());
+        let mut engine = engine(&network, fixtures::config(6).optimizer);
         let start = engine.parameters().unwrap();
         let evaluated = loss(engine.as_mut(), &batch);
         let step = engine.train_step(std::slice::from_ref(&batch), 0.0).unwrap();
@@ -128,7 +123,7 @@ fn gradients_are_the_derivatives_of_the_loss_with_running_statistics() {
 fn no_optimizer_changes_a_frozen_batch_norm() {
     let network = networks().swap_remove(0);
     for kind in OptimizerKind::ALL {
-        let optimizer = Optimizer { kind, weight_decay: 0.1, ..plain_sgd() };
+        let optimizer = Optimizer { kind, weight_decay: 0.1, ..fixtures::config(6).optimizer };
         let mut engine = engine(&network, optimizer);
         let mut earlier = engine.optimizer_state().unwrap();
         for (name, tensor) in &mut earlier.slots {

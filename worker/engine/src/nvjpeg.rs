@@ -342,7 +342,7 @@ mod tests {
 
     #[test]
     #[ignore = "needs a GPU"]
-    fn gpu_the_hardware_decoder_accepts_supported_files() {
+    fn gpu_hardware_decoders_are_found() {
         let found = hardware();
         eprintln!("nvJPEG {}: {found:?}", Nvjpeg::find().unwrap().1);
         found.unwrap();

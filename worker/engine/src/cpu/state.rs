@@ -358,6 +358,8 @@ impl State {
         true
     }
 
+    /// Does `work` on the piece at `index`.
+    ///
     /// # Safety
     /// No other thread uses this piece of weights, optimizer state and gradients during the call.
     unsafe fn run_piece(&self, index: usize, work: Work) {

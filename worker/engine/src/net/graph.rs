@@ -400,24 +400,11 @@ impl Network {
         kernel: usize,
         stride: usize,
     ) -> TensorId {
-        self.grouped_conv(name, input, channels, kernel, stride, 1)
+        self.padded_conv(name, input, channels, (kernel, stride, kernel / 2), 1)
     }
 
-    /// As [`Network::conv`], in `groups` groups of channels. `groups` must divide the channels of input and output.
-    pub fn grouped_conv(
-        &mut self,
-        name: impl Into<String>,
-        input: TensorId,
-        channels: usize,
-        kernel: usize,
-        stride: usize,
-        groups: usize,
-    ) -> TensorId {
-        self.padded_conv(name, input, channels, (kernel, stride, kernel / 2), groups)
-    }
-
-    /// Appends a convolution with any padding.
-    pub(super) fn padded_conv(
+    /// Appends a convolution with any padding, in `groups` groups of channels. `groups` must divide the channels of input and output.
+    pub fn padded_conv(
         &mut self,
         name: impl Into<String>,
         input: TensorId,

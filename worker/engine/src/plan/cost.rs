@@ -30,8 +30,8 @@ const BETWEEN_KERNELS_SECS: f64 = 18e-6;
 const REDUCTION_SLOWDOWN: f64 = 0.5;
 /// Number of messages of a send with its acknowledgement.
 const ACKNOWLEDGED: f64 = 2.0;
-/// How many times as many products a device's 7x7 convolution of the pictures has if ranks share rows: tensor cores then multiply 7x7
-/// pixels of eight channels. Otherwise pictures are folded to 16 channels, and the kernel has 4x4 pixels.
+/// Factor of the products of a device's 7x7 convolution of the pictures if ranks share rows: tensor cores then multiply 7x7 pixels of
+/// eight channels. Otherwise pictures are folded to 16 channels, and the kernel has 4x4 pixels.
 const UNFOLDED: f64 = (8.0 * 49.0) / (16.0 * 16.0);
 /// A pooling behind the exchange of rows is not fused with the batch norm before it, so the activation between them and its gradient
 /// are each written and read.

@@ -20,7 +20,7 @@ fn small_network() -> Arc<Network> {
     let relu = conv_norm_relu(&mut network, "conv1", input, [9, 3, 1]);
     let conv = network.conv("conv2", relu, 12, 5, 2);
     let relu = network.relu(conv);
-    let conv = network.grouped_conv("conv3", relu, 9, 3, 1, 3);
+    let conv = network.padded_conv("conv3", relu, 9, (3, 1, 1), 3);
     let average = network.global_average_pool(conv);
     network.linear("fc", average, 10);
     Arc::new(network)

@@ -297,7 +297,7 @@ fn grouped_network(classes: usize) -> Arc<Network> {
     let x = net.conv("conv2", shortcut, 48, 3, 2);
     let x = net.batch_norm("bn2", x);
     let x = net.relu(x);
-    let x = net.grouped_conv("conv3", x, 48, 3, 1, 3);
+    let x = net.padded_conv("conv3", x, 48, (3, 1, 1), 3);
     let x = net.conv("conv4", x, 48, 1, 1);
     let x = net.conv("conv5", x, 48, 1, 1);
     let branch = net.batch_norm("bn5", x);

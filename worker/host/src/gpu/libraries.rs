@@ -130,7 +130,7 @@ impl Libraries {
         Self::find_in(&folders(&|name| std::env::var_os(name)), true)
     }
 
-    /// Searches `folders.setting`, the dynamic linker's own list (only if `asks_linker`), and `folders.usual`, in this order.
+    /// Searches `folders.configured`, the dynamic linker's own list (only if `asks_linker`), and `folders.usual`, in this order.
     fn find_in(folders: &Folders, asks_linker: bool) -> Self {
         let mut found = Vec::new();
         for which in Library::ALL {
@@ -141,7 +141,7 @@ impl Libraries {
                     Some(library(path, false))
                 };
                 let of_linker = || Some(library(asks_linker.then(|| path_of_linker(file)).flatten()?, true));
-                in_folders(&folders.setting).or_else(of_linker).or_else(|| in_folders(&folders.usual))
+                in_folders(&folders.configured).or_else(of_linker).or_else(|| in_folders(&folders.usual))
             });
             let copied = || match which {
                 Library::Nvjpeg => folders.copied_nvjpeg().map(|path| library(path, false)),

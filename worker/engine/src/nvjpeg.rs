@@ -1,4 +1,4 @@
-//! Bindings to nvJPEG's hardware decoder: the used part of `nvjpeg.h`, loaded at run time.
+//! Bindings to nvJPEG's hardware decoder: the used part of `nvjpeg.h`, loaded at run time. All errors are sentences.
 //!
 //! Undocumented behaviour: nvJPEG writes outputs without waiting for earlier work on the stream (seen on H100), so the
 //! caller has to wait; a call decodes all pictures or none; only one thread at a time may use a state.
@@ -68,9 +68,6 @@ pub(crate) struct Nvjpeg {
 
 impl Nvjpeg {
     /// Loads the library found on this machine; also returns its version, e.g. `13.0.1`.
-    ///
-    /// # Errors
-    /// The library is missing or cannot be used. The error is a sentence.
     pub(crate) fn find() -> Result<(Self, String), String> {
         let libraries = Libraries::find();
         let library = libraries.get(Library::Nvjpeg).ok_or("nvJPEG is not found on this machine")?;
@@ -134,9 +131,6 @@ unsafe impl Sync for Hardware {}
 
 impl Hardware {
     /// Opens the hardware decoders of the current GPU.
-    ///
-    /// # Errors
-    /// The GPU has no decoder, or the decoder cannot be used. The error is a sentence.
     pub(crate) fn open(library: &Arc<Nvjpeg>) -> Result<Self, String> {
         let mut handle = ptr::null_mut();
         // SAFETY: null allocators mean cudaMalloc and cudaHostAlloc; `drop` destroys the handle.
@@ -177,9 +171,6 @@ unsafe impl Send for State {}
 
 impl State {
     /// A state for the decoders `hardware`.
-    ///
-    /// # Errors
-    /// nvJPEG cannot create a state. The error is a sentence.
     pub(crate) fn new(hardware: &Arc<Hardware>) -> Result<Self, String> {
         let null = ptr::null_mut();
         let mut this = Self { hardware: hardware.clone(), state: null, header: null };
@@ -214,9 +205,7 @@ impl State {
     }
 
     /// Decodes supported pictures into planes, asynchronously on `stream`.
-    ///
-    /// # Errors
-    /// Some pictures could not be decoded; nvJPEG does not report which.
+    /// If a picture cannot be decoded, the call fails, and nvJPEG does not report which picture it was.
     pub(crate) fn decode(&mut self, pictures: &[Picture<'_>], stream: CUstream) -> Result<(), String> {
         let Hardware { library, handle } = &*self.hardware;
         let Nvjpeg { initialize, decode, .. } = **library;

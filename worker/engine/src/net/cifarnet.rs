@@ -22,10 +22,7 @@ const WIDTHS: [usize; 3] = [64, 256, 256];
 /// Sizes of pictures with which 1 to 15 rows remain for the last pooling.
 const SIDES: RangeInclusive<usize> = 9..=128;
 
-/// Builds the network for square inputs of `image_size` pixels.
-///
-/// # Errors
-/// The image is too small or too large. The error is a sentence.
+/// See [`super::build`].
 pub(super) fn build(
     model: &ModelSpec,
     image_size: usize,

@@ -281,24 +281,18 @@ fn count_reads(network: &Network, tensor: TensorId) -> usize {
 /// Takes statistics right after each convolution that its batch norm does not directly follow.
 fn take_statistics_early(ops: &mut [FusedOp]) {
     for index in 0..ops.len() {
-        let next_norm_input = ops.get(index + 1).and_then(|op| match op {
-            FusedOp::Norm(norm) => Some(norm.input),
-            _ => None,
-        });
         let FusedOp::Conv(Conv {
-            output,
-            norm_after: Some(after),
-            forward: ConvForward::Plain { early_statistics },
-            ..
-        }) = &mut ops[index]
+            output, norm_after: Some(after), forward: ConvForward::Plain { .. }, ..
+        }) = ops[index]
         else {
             continue;
         };
-        if next_norm_input == Some(*output) {
+        if matches!(ops.get(index + 1), Some(FusedOp::Norm(norm)) if norm.input == output) {
             continue;
         }
-        *early_statistics = true;
-        let after = *after;
+        if let FusedOp::Conv(conv) = &mut ops[index] {
+            conv.forward = ConvForward::Plain { early_statistics: true };
+        }
         if let Some(norm) = norm_mut(ops, after) {
             norm.statistics = StatisticsIn::AfterConv;
         }

@@ -46,58 +46,52 @@ pub enum Op {
 }
 
 impl Op {
+    /// The activations that this operation reads (two for an addition), and the activation that it produces.
+    fn tensors(&self) -> (TensorId, Option<TensorId>, TensorId) {
+        match *self {
+            Op::Add { branch, shortcut, output } => (branch, Some(shortcut), output),
+            Op::Conv { input, output, .. }
+            | Op::BatchNorm { input, output, .. }
+            | Op::Relu { input, output }
+            | Op::Gelu { input, output, .. }
+            | Op::MaxPool { input, output, .. }
+            | Op::GlobalAveragePool { input, output }
+            | Op::Linear { input, output, .. }
+            | Op::Redistribute { input, output }
+            | Op::Halo { input, output, .. }
+            | Op::MeanOfRows { input, output } => (input, None, output),
+        }
+    }
+
     /// The activation that this operation produces.
     pub fn output(&self) -> TensorId {
-        match *self {
-            Op::Conv { output, .. }
-            | Op::BatchNorm { output, .. }
-            | Op::Relu { output, .. }
-            | Op::Gelu { output, .. }
-            | Op::Add { output, .. }
-            | Op::MaxPool { output, .. }
-            | Op::GlobalAveragePool { output, .. }
-            | Op::Linear { output, .. }
-            | Op::Redistribute { output, .. }
-            | Op::Halo { output, .. }
-            | Op::MeanOfRows { output, .. } => output,
-        }
+        self.tensors().2
     }
 
     /// The activations that this operation reads.
     pub fn inputs(&self) -> Vec<TensorId> {
-        match *self {
-            Op::Add { branch, shortcut, .. } => vec![branch, shortcut],
-            Op::Conv { input, .. }
-            | Op::BatchNorm { input, .. }
-            | Op::Relu { input, .. }
-            | Op::Gelu { input, .. }
-            | Op::MaxPool { input, .. }
-            | Op::GlobalAveragePool { input, .. }
-            | Op::Linear { input, .. }
-            | Op::Redistribute { input, .. }
-            | Op::Halo { input, .. }
-            | Op::MeanOfRows { input, .. } => vec![input],
-        }
+        let (input, second, _) = self.tensors();
+        std::iter::once(input).chain(second).collect()
     }
 
     /// The same operation on other activations.
     #[must_use]
-    pub fn on(&self, inputs: &[TensorId], output: TensorId) -> Self {
+    pub fn on(&self, new_inputs: &[TensorId], new_output: TensorId) -> Self {
         let mut op = self.clone();
         match &mut op {
-            Op::Add { branch, shortcut, output: op_output } => {
-                (*branch, *shortcut, *op_output) = (inputs[0], inputs[1], output);
+            Op::Add { branch, shortcut, output } => {
+                (*branch, *shortcut, *output) = (new_inputs[0], new_inputs[1], new_output);
             }
-            Op::Conv { input, output: op_output, .. }
-            | Op::BatchNorm { input, output: op_output, .. }
-            | Op::Relu { input, output: op_output }
-            | Op::Gelu { input, output: op_output, .. }
-            | Op::MaxPool { input, output: op_output, .. }
-            | Op::GlobalAveragePool { input, output: op_output }
-            | Op::Linear { input, output: op_output, .. }
-            | Op::Redistribute { input, output: op_output }
-            | Op::Halo { input, output: op_output, .. }
-            | Op::MeanOfRows { input, output: op_output } => (*input, *op_output) = (inputs[0], output),
+            Op::Conv { input, output, .. }
+            | Op::BatchNorm { input, output, .. }
+            | Op::Relu { input, output }
+            | Op::Gelu { input, output, .. }
+            | Op::MaxPool { input, output, .. }
+            | Op::GlobalAveragePool { input, output }
+            | Op::Linear { input, output, .. }
+            | Op::Redistribute { input, output }
+            | Op::Halo { input, output, .. }
+            | Op::MeanOfRows { input, output } => (*input, *output) = (new_inputs[0], new_output),
         }
         op
     }

@@ -154,11 +154,8 @@ pub enum EngineError {
 
 /// One rank's copy of the network and its optimizer.
 /// An engine is built for a group of ranks that see different pictures and keep the same weights, or that share copies
-/// of the network according to a [`plan::Plan`]. Building an engine is collective, and so are [`Engine::start_step`]
-/// and the methods that call it, [`Engine::keep_gradients`], [`Engine::broadcast_parameters`],
-/// [`Engine::broadcast_statistics`], [`Engine::state_dict`] and [`Engine::load_state_dict`]: every rank of the group calls
-/// them, in the same order. Where ranks share a network, [`Engine::eval_step`] and [`Engine::predict`] are collective, too.
-/// All other methods are local.
+/// of the network according to a [`plan::Plan`]. Building an engine is collective. Every rank of the group calls the collective
+/// methods, in the same order. Where ranks share a network, [`Engine::eval_step`] and [`Engine::predict`] are collective, too.
 ///
 /// Every method that returns a `Result` fails if the device fails, and a collective method fails with [`EngineError::Comm`] if
 /// a rank of the group is gone. The methods list only their other errors.

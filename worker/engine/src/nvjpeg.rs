@@ -1,7 +1,7 @@
 //! Bindings to nvJPEG's hardware decoder: the used part of `nvjpeg.h`, loaded at run time. All errors are sentences.
 //!
 //! Undocumented behaviour: nvJPEG writes outputs without waiting for earlier work on the stream (seen on H100), so the
-//! caller has to wait; a call decodes all pictures or none; only one thread at a time may use a state.
+//! caller has to wait. A call decodes all pictures or none. Only one thread at a time may use a state.
 #![allow(unsafe_code)] // A C API, called through its symbols.
 
 use cudarc::driver::{result, sys::CUstream};

@@ -5,8 +5,8 @@
 //! and updates the weights. So no gradient is sent, each weight is updated once instead of once per rank, and a rank that waits for
 //! another one does useful work. The result does not depend on which thread updates a piece.
 //!
-//! No thread reads a weight while another thread may write it: a rank completes a bucket after its last use of the bucket's weights
-//! in a step, pieces are updated only after all ranks have completed the bucket, and the next step begins only after all pieces are
+//! No thread reads a weight while another thread may write it. A rank completes a bucket after its last use of the bucket's weights
+//! in a step. Pieces are updated only after all ranks have completed the bucket. The next step begins only after all pieces are
 //! done. Without shared memory (a single rank, or ranks of several machines, whose gradients are all-reduced) this process updates
 //! all pieces itself.
 

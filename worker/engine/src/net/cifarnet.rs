@@ -6,7 +6,7 @@
 //! convolution, one per input channel, begin as the identity (dirac initialisation).
 //!
 //! Differences: the paper divides the logits by the number of features, which here is part of the initial weights of the linear
-//! layer; the linear layer has a bias, which begins at 0; batch norm's epsilon is 1e-5, as in all networks here.
+//! layer. The linear layer has a bias, which begins at 0. Batch norm's epsilon is 1e-5, as in all networks here.
 
 use super::{
     Network, Parameter, Role,

@@ -100,7 +100,7 @@ pub(super) fn initialize(
         // weights below.
         if training.spec.parallel.is_hybrid() {
             let distribution = distribution(training, plan)?;
-            let own = distribution.scatter(weights, distribution.parameter_shapes())?;
+            let own = distribution.scatter(weights, distribution.shapes())?;
             engine.set_parameters(&own)?;
         } else if let Some(weights) = weights {
             engine.set_parameters(&weights)?;
@@ -198,13 +198,7 @@ fn resume(
     let (mut state, mut parameters, mut optimizer, mut average) = (None, None, None, None);
     if training.is_first() {
         let (path, loaded) = load_newest_valid(training, folder)?;
-        check_compatible(
-            training,
-            &path,
-            &shape.classes,
-            &loaded.parameters,
-            &distribution.parameter_shapes(),
-        )?;
+        check_compatible(training, &path, &shape.classes, &loaded.parameters, &distribution.shapes())?;
         if training.spec.train.ema_decay > 0.0 {
             average = checkpoint::load_average(&path)?;
         }
@@ -212,17 +206,13 @@ fn resume(
             (Some(loaded.state), Some(loaded.parameters), Some(loaded.optimizer));
     }
     let state: State = broadcast_json(group, state)?;
-    let parameters = scatter(&distribution, "weights", parameters, distribution.parameter_shapes())?;
+    let parameters = scatter(&distribution, "weights", parameters, distribution.shapes())?;
     let saved_optimizer = state.optimizer;
     let kind = training.spec.train.optimizer;
     let keeps_optimizer = slots(saved_optimizer.kind) == slots(kind);
     let optimizer = if keeps_optimizer {
-        let slots = scatter(
-            &distribution,
-            "optimizer state",
-            optimizer,
-            distribution.slot_shapes(&plan.config.optimizer),
-        )?;
+        let shapes = distribution.slot_shapes(&plan.config.optimizer);
+        let slots = scatter(&distribution, "optimizer state", optimizer, shapes)?;
         Some(OptimizerState { slots, updates: saved_optimizer.updates })
     } else {
         None
@@ -231,8 +221,7 @@ fn resume(
     if training.spec.parallel.is_hybrid()
         && broadcast_json(group, training.is_first().then_some(average.is_some()))?
     {
-        let part =
-            scatter(&distribution, "average of the weights", average, distribution.parameter_shapes())?;
+        let part = scatter(&distribution, "average of the weights", average, distribution.shapes())?;
         average = Some(part);
     }
     let loaded = StateDict { parameters, optimizer, average, loss_scaling: state.loss_scaling };

@@ -174,7 +174,7 @@ impl TestJob {
             let stops = is_asked_to_stop && stop_in == StopIn::Validation;
             let mut batches = 0;
             let distribution = Distribution::new(&plan.network, &Plan::data(1), &SingleRank)?;
-            let mut weights = zeros(distribution.parameter_shapes());
+            let mut weights = zeros(distribution.shapes());
             weights.get_mut("fc.bias").unwrap().values[0] = f32::from(self.differing_rank == Some(rank));
             let engine = Scripted {
                 precision,

@@ -35,9 +35,8 @@ fn losses_and_gradient(plan: &Plan, weights: &[NamedTensors]) -> (Vec<f32>, Name
         let config = EngineConfig { optimizer, ..config(per_rank) };
         let mut engine = build_cpu_with(network.clone(), &weights[0], config, comm.clone(), plan).unwrap();
         let distribution = Distribution::new(&network, plan, comm.as_ref()).unwrap();
-        let parts = |whole: &NamedTensors| {
-            distribution.scatter(Some(whole.clone()), distribution.parameter_shapes()).unwrap()
-        };
+        let parts =
+            |whole: &NamedTensors| distribution.scatter(Some(whole.clone()), distribution.shapes()).unwrap();
         let mut gradient = None;
         let mut steps = Vec::new();
         for weights in weights {

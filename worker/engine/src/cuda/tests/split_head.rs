@@ -415,7 +415,7 @@ fn check_continuation(case: Case) {
         let (network, mut own) = (case.network(), engine.own_state().unwrap());
         let distribution = Distribution::new(&network, &case.plan(), comm.as_ref()).unwrap();
         let saved = own.clone();
-        own.parameters = distribution.scatter(parameters, distribution.parameter_shapes()).unwrap();
+        own.parameters = distribution.scatter(parameters, distribution.shapes()).unwrap();
         let shapes = distribution.slot_shapes(&case.config(PER_RANK).optimizer);
         own.optimizer.as_mut().unwrap().slots = distribution.scatter(slots, shapes).unwrap();
         assert!(own == saved, "the loaded state differs from the saved state");

@@ -15,7 +15,6 @@ pub(super) struct StepPart<'a> {
     pub(super) stat_pictures: f64,
 }
 
-/// A prepared step.
 #[derive(Debug)]
 pub(super) struct PreparedStep<'a> {
     /// Empty if no rank has a picture.

@@ -158,7 +158,8 @@ impl Planned {
         let work = Workload {
             pictures: spec.global_batch_size(),
             accumulate: spec.train.accumulate.into(),
-            state: slots(spec.train.optimizer).len() as u64 + u64::from(spec.train.ema_decay > 0.0),
+            state_per_weight: slots(spec.train.optimizer).len() as u64
+                + u64::from(spec.train.ema_decay > 0.0),
             sync_batch_norm: parallel.sync_batch_norm,
         };
         let check_plan = |plan: &Plan| {

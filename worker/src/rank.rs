@@ -175,8 +175,11 @@ fn run_attempt(
         let ring = Ring::connect(&joined, stall_timeout + COMM_TIMEOUT_MARGIN)?;
         check_backends(&joined, device.backend.name())?;
         let next_is_elsewhere = ring.next_is_elsewhere().unwrap_or(false);
-        let comm: Arc<dyn ProcessGroup> =
-            if needs.shared_memory { ShmProcessGroup::meet(ring).map_err(TrainError::from)? } else { ring };
+        let comm: Arc<dyn ProcessGroup> = if needs.shared_memory {
+            ShmProcessGroup::upgrade(ring).map_err(TrainError::from)?
+        } else {
+            ring
+        };
         warn_if_unencrypted(comm.as_ref(), next_is_elsewhere, needs.shared_memory, reporter)?;
         let joined = Arc::new(joined);
         // The store stays open until the process of rank 0 ends, because other ranks may still send requests.

@@ -111,7 +111,6 @@ impl Gpu {
         Ok(Self { context, stream: result::stream::create(StreamKind::NonBlocking)? })
     }
 
-    /// Allocates `bytes` of zeros.
     fn memory(&self, bytes: usize) -> Result<Memory, DriverError> {
         // SAFETY: the context is current on this thread. `Memory` frees the allocation when dropped.
         unsafe {

@@ -70,6 +70,7 @@ pub type SharedMemoryOrReason = Result<SharedMemory, String>;
 ///
 /// Only one thread may call a group at a time, except for [`ProcessGroup::abort`] and [`ProcessGroup::check`], which
 /// any thread may call.
+#[allow(clippy::missing_errors_doc)] // The errors of all methods are above.
 pub trait ProcessGroup: Send + Sync {
     /// Not collective: this process's rank in the group, from 0.
     fn rank(&self) -> u32;
@@ -79,7 +80,7 @@ pub trait ProcessGroup: Send + Sync {
     /// the same on every rank and in every run.
     ///
     /// # Errors
-    /// [`CommError::Invalid`] if the values are bytes, and the errors of [every call](ProcessGroup).
+    /// [`CommError::Invalid`] if the values are bytes.
     fn all_reduce(&self, values: ValuesMut<'_>) -> Result<(), CommError>;
     /// Collective: `input` has one part for each rank, in rank order. `output` receives the sum of all ranks'
     /// parts for this rank. The result has the same bits in every run. [`ProcessGroup::all_reduce`] may add in another
@@ -101,14 +102,8 @@ pub trait ProcessGroup: Send + Sync {
     /// [`CommError::Invalid`] if the types or lengths differ, or the length is not a multiple of `size`.
     fn all_to_all(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError>;
     /// Collective: replaces `values` by the `values` of rank 0.
-    ///
-    /// # Errors
-    /// The errors of [every call](ProcessGroup).
     fn broadcast(&self, values: ValuesMut<'_>) -> Result<(), CommError>;
     /// Collective: returns when every rank has called it.
-    ///
-    /// # Errors
-    /// The errors of [every call](ProcessGroup).
     fn barrier(&self) -> Result<(), CommError>;
     /// Not collective: sends `values` to rank `to`, which calls [`ProcessGroup::recv`] with the same length and type.
     /// Messages from one rank to another arrive in order. The call may return before a short message has arrived. With
@@ -153,9 +148,6 @@ pub trait ProcessGroup: Send + Sync {
     }
     /// Collective: allocates `bytes` of zeroed memory that all ranks share. Either all ranks get the memory, or
     /// each rank gets a reason why it is not available.
-    ///
-    /// # Errors
-    /// The errors of [every call](ProcessGroup).
     fn shared_memory(&self, _bytes: usize) -> Result<SharedMemoryOrReason, CommError> {
         Ok(Err("the ranks are not known to be on one machine".into()))
     }

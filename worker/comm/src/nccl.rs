@@ -6,7 +6,6 @@
 //! is aborted during a call.
 #![allow(unsafe_code)] // NCCL's calls take a communicator.
 
-mod abort;
 mod collective;
 mod owner;
 mod status;
@@ -14,7 +13,6 @@ mod status;
 mod tests;
 
 use super::{CommError, Exchange};
-use abort::Comm;
 use cudarc::{
     driver::CudaContext,
     nccl::sys::{self, ncclComm_t, ncclResult_t, ncclUniqueId},
@@ -23,7 +21,7 @@ use lockstep_host::{
     gpu::libraries::{self, Library},
     lock,
 };
-use owner::Owner;
+use owner::{Handle, Owner};
 use status::{async_status, config, error_text, failure};
 use std::{
     ptr::null_mut,
@@ -50,6 +48,26 @@ pub fn load(ordinal: i32) {
         if sys::ncclCommInitAll(&mut comm, 1, &ordinal) == ncclResult_t::ncclSuccess {
             sys::ncclCommDestroy(comm);
         }
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Comm(ncclComm_t);
+
+// SAFETY: NCCL's communicators are not bound to a thread.
+unsafe impl Send for Comm {}
+
+impl Handle for Comm {
+    fn abort(self) {
+        // On a separate thread, because an abort may take long and the caller may have more groups to abort.
+        let abort = move || {
+            // Moves all of `self` into the closure, because the pointer in it is not `Send`.
+            let Self(comm) = { self };
+            // SAFETY: the owner passes the handle on once, while no call uses it.
+            unsafe { sys::ncclCommAbort(comm) };
+        };
+        // If no thread can be started, the end of the process frees the communicator.
+        let _ = std::thread::Builder::new().name("nccl abort".into()).spawn(abort);
     }
 }
 

@@ -30,7 +30,7 @@ pub struct Peers {
     pub rank: u32,
     pub world: u32,
     /// The addresses at which this rank's GPU accesses each rank's buffer, by rank. 0 if a buffer is not open.
-    pub data: [CUdeviceptr; MAX_PEERS],
+    pub addresses: [CUdeviceptr; MAX_PEERS],
     /// The UUID of this rank's GPU.
     gpu: [u8; 16],
     context: Arc<CudaContext>,
@@ -99,8 +99,8 @@ impl Peers {
         let gpu = result::device::get_uuid(context.cu_device()).map_err(text)?.bytes.map(|b| b as u8);
         // SAFETY: the context is current on this thread.
         let own_buffer = unsafe { result::malloc_sync(bytes) }.map_err(text)?;
-        let mut peers = Self { rank, world, data: [0; MAX_PEERS], gpu, context };
-        peers.data[rank as usize] = own_buffer;
+        let mut peers = Self { rank, world, addresses: [0; MAX_PEERS], gpu, context };
+        peers.addresses[rank as usize] = own_buffer;
         // SAFETY: the buffer was just allocated, and is zeroed before another process can open it.
         unsafe { result::memset_d8_sync(own_buffer, 0, bytes) }.map_err(text)?;
         peers.context.synchronize().map_err(text)?;
@@ -110,7 +110,7 @@ impl Peers {
     fn handle(&self) -> Result<Vec<u8>, String> {
         let mut handle = CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: the address is a plain allocation of this process.
-        unsafe { sys::cuIpcGetMemHandle(&mut handle, self.data[self.rank as usize]) }
+        unsafe { sys::cuIpcGetMemHandle(&mut handle, self.addresses[self.rank as usize]) }
             .result()
             .map_err(|e| format!("GPU memory cannot be shared: {e}"))?;
         Ok(handle.reserved.map(|byte| byte as u8).to_vec())
@@ -133,7 +133,7 @@ impl Peers {
             let handle = CUipcMemHandle { reserved: reserved.map(|byte| byte as _) };
             let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
             // SAFETY: another live process has just exported the handle; CUDA reports an error if it is invalid.
-            unsafe { sys::cuIpcOpenMemHandle_v2(&mut self.data[other as usize], handle, flags) }
+            unsafe { sys::cuIpcOpenMemHandle_v2(&mut self.addresses[other as usize], handle, flags) }
                 .result()
                 .map_err(|e| format!("the GPU memory of rank {other} cannot be opened: {e}"))?;
         }
@@ -172,7 +172,7 @@ impl Drop for Peers {
         }
         // SAFETY: allocated by `allocate` and opened by `open`, and freed only here.
         unsafe {
-            for (rank, address) in (0..).zip(self.data).filter(|(_, address)| *address != 0) {
+            for (rank, address) in (0..).zip(self.addresses).filter(|(_, address)| *address != 0) {
                 if rank == self.rank {
                     let _ = result::free_sync(address);
                 } else {

@@ -1,13 +1,11 @@
 //! The rendezvous of an attempt's ranks: a key-value store, which rank 0 serves at `master_addr:master_port`.
 //! Each connection starts with a [handshake](super::handshake).
 
-mod error;
 pub mod loopback;
 mod message;
 mod server;
 mod store;
 
-pub use error::RendezvousError;
 pub use store::Store;
 
 use std::{
@@ -35,6 +33,38 @@ pub struct RendezvousConfig {
     /// A request to stop, set by any thread. Waiting calls then fail, unless [`Store::leave_stops_to_votes`] was
     /// called.
     pub stop: Arc<AtomicBool>,
+}
+
+/// Why ranks did not meet.
+#[derive(Debug, thiserror::Error)]
+pub enum RendezvousError {
+    /// For example, the port is taken, or some ranks did not arrive in time. The text is a phrase.
+    #[error("{0}")]
+    Failed(String),
+    /// The connection to rank 0 broke.
+    #[error("lost the connection to rank 0 at the rendezvous: {0}")]
+    Lost(io::Error),
+    /// This rank was asked to stop.
+    #[error("asked to stop during the rendezvous")]
+    Stopped,
+}
+
+impl RendezvousError {
+    /// `ranks` did not arrive within `timeout`. `what` is the exchange for which they waited.
+    pub(crate) fn missing(ranks: &[u32], timeout: Duration, what: &str) -> Self {
+        let names: Vec<_> = ranks.iter().map(u32::to_string).collect();
+        let missing = match names.as_slice() {
+            [one] => format!("rank {one} has not arrived"),
+            [first @ .., last] => format!("ranks {} and {last} have not arrived", first.join(", ")),
+            [] => "a rank has not arrived".into(),
+        };
+        Self::Failed(format!("{missing} after {:.0} s ({what})", timeout.as_secs_f64()))
+    }
+
+    /// Another rank sent an unexpected message or reported a failure.
+    pub(crate) fn protocol(detail: impl std::fmt::Display) -> Self {
+        Self::Failed(format!("rendezvous: {detail}"))
+    }
 }
 
 /// A port that is free now. If another program binds the port before rank 0 does, rank 0 fails, and the next attempt gets

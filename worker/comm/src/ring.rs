@@ -75,7 +75,6 @@ struct RingSockets {
     previous: TcpStream,
     /// The number of calls so far.
     sequence: u64,
-    /// A buffer of [`BLOCK_BYTES`] bytes.
     block: Vec<f64>,
     /// The number of bytes sent to the next rank, including headers.
     sent_bytes: u64,

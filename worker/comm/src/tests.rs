@@ -28,7 +28,7 @@ fn on_ranks<T: Send>(
     on_connected_ranks(size, timeout, |store, ring| {
         let group: Arc<dyn ProcessGroup> = match kind {
             Kind::Ring => ring,
-            Kind::Shm => ShmProcessGroup::meet(ring).unwrap(),
+            Kind::Shm => ShmProcessGroup::upgrade(ring).unwrap(),
         };
         store.barrier("met").unwrap();
         body(group)

@@ -66,7 +66,6 @@ impl<'a> Values<'a> {
         }
     }
 
-    /// The number of values.
     pub fn len(&self) -> usize {
         self.bytes().len() / self.data_type().size_bytes()
     }
@@ -98,7 +97,6 @@ impl ValuesMut<'_> {
         self.as_values().data_type()
     }
 
-    /// The number of values.
     pub fn len(&self) -> usize {
         self.as_values().len()
     }

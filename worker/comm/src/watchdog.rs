@@ -8,7 +8,6 @@
 use crate::rendezvous::Store;
 use lockstep_host::lock;
 use std::{
-    fmt::Write as _,
     io,
     sync::{
         Arc, Mutex, OnceLock,
@@ -48,7 +47,6 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct PostedSteps {
-    /// By rank.
     ranks: Vec<Option<Post>>,
     /// When rank 0, which stores the posts, last responded. `None` if it has not responded yet.
     last_response: Option<Instant>,
@@ -200,30 +198,23 @@ impl PostedSteps {
 
     /// Describes a stall, for example `no step for 120 s: rank 1 is at step 812, the others at 813`.
     fn describe(&self, limit: Duration, own_rank: u32, own_step: u64, now: Instant) -> String {
-        let mut text = format!("no step for {:.0} s", limit.as_secs_f64());
-        let silence_of_rank_0 = self.last_response.map(|at| now.saturating_duration_since(at));
-        let steps: Vec<(u32, Option<u64>, Duration)> = (0..)
-            .zip(&self.ranks)
-            .map(|(rank, known)| match known {
-                _ if rank == own_rank => (rank, Some(own_step), Duration::ZERO),
-                Some(post) => {
-                    // While rank 0 does not respond, no posts arrive. So silence is measured up to rank 0's last
-                    // response.
-                    let until = self.last_response.map_or(now, |at| at.min(now));
-                    (rank, Some(post.step), until.saturating_duration_since(post.first_seen))
-                }
-                None => (rank, None, Duration::ZERO),
-            })
-            .collect();
-        if steps.len() < 2 {
-            let _ = write!(text, " after step {own_step}: the GPU does not complete the submitted work");
-            return text;
+        let stall = format!("no step for {:.0} s", limit.as_secs_f64());
+        if self.ranks.len() < 2 {
+            return format!("{stall} after step {own_step}: the GPU does not complete the submitted work");
         }
-        let ahead = steps.iter().filter_map(|(_, step, _)| *step).max().unwrap_or(own_step);
+        // While rank 0 does not respond, no posts arrive. So silence is measured up to rank 0's last response.
+        let last_response = self.last_response.map_or(now, |at| at.min(now));
+        let state_of = |(rank, post): (u32, &Option<Post>)| match post {
+            _ if rank == own_rank => (rank, Some(own_step), Duration::ZERO),
+            None => (rank, None, Duration::ZERO),
+            Some(post) => (rank, Some(post.step), last_response.saturating_duration_since(post.first_seen)),
+        };
+        let states: Vec<_> = (0..).zip(&self.ranks).map(state_of).collect();
+        let ahead = states.iter().filter_map(|(_, step, _)| *step).max().unwrap_or(own_step);
         let mut behind = Vec::new();
-        for &(rank, step, mut silence) in &steps {
+        for (rank, step, mut silence) in states {
             if rank == 0 && own_rank != 0 {
-                silence = silence.max(silence_of_rank_0.unwrap_or_default());
+                silence = silence.max(now - last_response);
             }
             let silent = if silence >= SILENT_AFTER {
                 format!(" and silent for {:.0} s (suspended?)", silence.as_secs_f64())
@@ -238,17 +229,15 @@ impl PostedSteps {
                 Some(_) => {}
             }
         }
-        let others = match steps.len() - behind.len() {
+        if behind.is_empty() {
+            return format!("{stall}: all ranks are at step {ahead}, in a collective that does not complete");
+        }
+        let others = match self.ranks.len() - behind.len() {
             0 => String::new(),
             1 => format!(", the other at {ahead}"),
             _ => format!(", the others at {ahead}"),
         };
-        let _ = if behind.is_empty() {
-            write!(text, ": all ranks are at step {ahead}, in a collective that does not complete")
-        } else {
-            write!(text, ": {}{others}", behind.join(", "))
-        };
-        text
+        format!("{stall}: {}{others}", behind.join(", "))
     }
 }
 

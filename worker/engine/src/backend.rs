@@ -112,7 +112,6 @@ pub struct Selection<'a> {
 }
 
 impl Default for Selection<'_> {
-    /// All devices.
     fn default() -> Self {
         Self { device: Device::Auto, list: None, cpu_slots: None }
     }

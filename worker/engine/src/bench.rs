@@ -8,7 +8,7 @@ use super::{
 use crate::net::{self, init};
 use lockstep_comm::{
     ProcessGroup, SingleRank,
-    rendezvous::{RendezvousConfig, Store, free_port},
+    rendezvous::{RendezvousError, Store, loopback::on_joining_ranks},
     ring::Ring,
     shm::ShmProcessGroup,
 };
@@ -118,7 +118,7 @@ pub struct Division {
 /// All ranks run in this process, connected like the ranks of a job on one machine.
 ///
 /// # Errors
-/// The case does not divide over the ranks or fit its network, the processor does not support the precision, or no ports are free.
+/// The case does not divide over the ranks or fit its network, the processor does not support the precision, or ranks cannot connect.
 pub fn run(
     case: &Case,
     threads: usize,
@@ -133,35 +133,15 @@ pub fn run(
     if ranks == 1 {
         return run_rank(case, threads, division, precision, Arc::new(SingleRank));
     }
-    let port = free_port("127.0.0.1").map_err(|e| format!("no free port on 127.0.0.1: {e}"))?;
-    let secret = *uuid::Uuid::new_v4().as_bytes();
-    std::thread::scope(|scope| {
-        let ranks: Vec<_> = (0..ranks)
-            .map(|rank| {
-                scope.spawn(move || {
-                    let rendezvous = RendezvousConfig {
-                        addr: "127.0.0.1".into(),
-                        port,
-                        secret: secret.to_vec(),
-                        rank,
-                        world_size: ranks,
-                        timeout: TIMEOUT,
-                        stop: Arc::default(),
-                    };
-                    let store = Store::join(rendezvous).map_err(|e| e.to_string())?;
-                    let ring = Ring::connect(&store, TIMEOUT).map_err(|e| e.to_string())?;
-                    store.barrier("connected").map_err(|e| e.to_string())?;
-                    let comm = ShmProcessGroup::meet(ring).map_err(|e| e.to_string())?;
-                    run_rank(case, threads, division, precision, comm)
-                })
-            })
-            .collect();
-        let mut results = ranks
-            .into_iter()
-            .map(|rank| rank.join().unwrap_or_else(|_| Err("a rank panicked".into())))
-            .collect::<Result<Vec<_>, String>>()?;
-        Ok(results.swap_remove(0))
-    })
+    let results = on_joining_ranks(ranks, TIMEOUT, |store| {
+        let text = |error: RendezvousError| error.to_string();
+        let store = store.map_err(text)?;
+        let ring = Ring::connect(&store, TIMEOUT).map_err(text)?;
+        store.barrier("connected").map_err(text)?;
+        let comm = ShmProcessGroup::upgrade(ring).map_err(|error| error.to_string())?;
+        run_rank(case, threads, division, precision, comm)
+    });
+    Ok(results.into_iter().collect::<Result<Vec<_>, String>>()?.swap_remove(0))
 }
 
 fn run_rank(
@@ -309,14 +289,13 @@ fn build(
     let Division { plan, classes, accumulate, sample_share } = setup.division;
     let network = Arc::new(net::build(&case.model, case.image_size, 3, classes)?);
     let initial = init::InitialParameters::new(&network, false, 0);
+    let optimizer = Optimizer { momentum: 0.9, weight_decay, ..Optimizer::default() };
     let config = EngineConfig {
-        batch_size,
-        optimizer: Optimizer { momentum: 0.9, weight_decay, ..Optimizer::default() },
         loss: LossConfig { sample_share, ..LossConfig::default() },
         accumulate,
         sync_batch_norm: setup.sync_batch_norm,
-        gradients_mean: true,
         threads,
+        ..EngineConfig::new(batch_size, optimizer)
     };
     let built = setup.device.backend.build(BuildArgs {
         network,

@@ -73,10 +73,7 @@ pub(super) struct PartOf<'a> {
 }
 
 impl<'a> PartOf<'a> {
-    /// The tensors of `part`, a rank's part of `network`.
-    ///
-    /// # Errors
-    /// As for [`check`], for the tensors `whole` and `network`.
+    /// The tensors of `part`, a rank's part of `network`. Fails if `whole` does not fit `network`.
     pub(super) fn new(
         whole: &'a dyn TensorSource,
         network: &Network,

@@ -46,12 +46,12 @@ impl<'a> Distribution<'a> {
     }
 
     /// Shapes of the whole parameters and running statistics.
-    pub fn parameters(&self) -> Shapes {
+    pub fn shapes(&self) -> Shapes {
         self.network.parameters().into_iter().map(|p| (p.name, p.shape)).collect()
     }
 
     /// Shapes of the whole optimizer slots.
-    pub fn slots(&self, optimizer: &Optimizer) -> Shapes {
+    pub fn slot_shapes(&self, optimizer: &Optimizer) -> Shapes {
         state_shapes(optimizer, self.network).into_iter().collect()
     }
 
@@ -115,14 +115,13 @@ impl<'a> Distribution<'a> {
         // Gathers one kind of tensors after another, so that few copies are in memory at a time.
         let mut state = StateDict::default();
         if has_writer {
-            state.parameters =
-                self.gather(engine.parameters()?, self.parameters(), |name| writers.of(name))?;
+            state.parameters = self.gather(engine.parameters()?, self.shapes(), |name| writers.of(name))?;
         }
         if let Some(mut local) = slots(has_writer)? {
-            local.slots = self.gather(local.slots, self.slots(optimizer), |name| writers.of(name))?;
+            local.slots = self.gather(local.slots, self.slot_shapes(optimizer), |name| writers.of(name))?;
             state.optimizer = Some(local);
             if let Some(average) = engine.averaged()? {
-                let whole = self.gather(average, self.parameters(), |name| writers.of_average(name))?;
+                let whole = self.gather(average, self.shapes(), |name| writers.of_average(name))?;
                 state.average = Some(whole);
             }
             state.loss_scaling = engine.loss_scaling()?;
@@ -272,9 +271,9 @@ mod tests {
                 let rank = ring.rank();
                 let distribution = Distribution::new(&network, &plan, ring.as_ref()).unwrap();
                 let given = (rank == 0).then(|| initial.clone());
-                let own = distribution.scatter(given, distribution.parameters()).unwrap();
+                let own = distribution.scatter(given, distribution.shapes()).unwrap();
                 let shape = own.get("fc.weight").map(|tensor| tensor.shape.clone());
-                let whole = distribution.gather(own, distribution.parameters(), |name| writers.of(name));
+                let whole = distribution.gather(own, distribution.shapes(), |name| writers.of(name));
                 let whole = whole.unwrap();
                 assert!(whole.keys().all(|name| writers.of(name) == rank));
                 ring.barrier().unwrap();

@@ -1,7 +1,7 @@
 //! Tests of networks with frozen batch norms, on the CPU engine: gradients are the derivatives of the loss with running
 //! statistics, and no tensor of a batch norm changes.
 
-use super::{Engine, EngineConfig, Optimizer, build_cpu, unfused};
+use super::{Engine, EngineConfig, Optimizer, build_cpu, fixtures};
 use crate::net::{Network, Role, init, resnet};
 use lockstep_comm::SingleRank;
 use lockstep_data::loader::Batch;
@@ -10,7 +10,6 @@ use lockstep_kernels::synthetic::{labels, values};
 use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
 use std::sync::Arc;
 
-/// `network` with its batch norms frozen.
 pub(super) fn freeze_norms(network: &Network) -> Arc<Network> {
     Arc::new(Network { frozen_norm: true, ..network.clone() })
 }
@@ -45,18 +44,13 @@ fn networks() -> Vec<Arc<Network>> {
         Arc::new(resnet::build(&model(Arch::ResNet20, Stem::Cifar), 8, 3, 10).unwrap()),
         Arc::new(resnet::build(&model(Arch::ResNet18, Stem::Imagenet), 32, 3, 10).unwrap()),
     ];
-    networks.extend(unfused::networks().iter().map(|network| freeze_norms(network)));
+    networks.extend(fixtures::networks().iter().map(|network| freeze_norms(network)));
     assert!(networks.iter().all(|network| network.frozen_norm));
     networks
 }
 
-/// An optimizer whose momentum after the first step is the gradient.
-fn plain_sgd() -> Optimizer {
-    unfused::config(6).optimizer
-}
-
 fn engine(network: &Arc<Network>, optimizer: Optimizer) -> Box<dyn Engine> {
-    let config = EngineConfig { optimizer, ..unfused::config(6) };
+    let config = EngineConfig { optimizer, ..fixtures::config(6) };
     build_cpu(network.clone(), &trained_parameters(network), config, Arc::new(SingleRank)).unwrap()
 }
 
@@ -81,7 +75,7 @@ fn loss(engine: &mut dyn Engine, batch: &Batch) -> f64 {
 fn gradients_are_the_derivatives_of_the_loss_with_running_statistics() {
     for network in networks() {
         let batch = batch(&network, 0);
-        let mut engine = engine(&network, plain_sgd());
+        let mut engine = engine(&network, fixtures::config(6).optimizer);
         let start = engine.parameters().unwrap();
         let evaluated = loss(engine.as_mut(), &batch);
         let step = engine.train_step(std::slice::from_ref(&batch), 0.0).unwrap();
@@ -129,7 +123,7 @@ fn gradients_are_the_derivatives_of_the_loss_with_running_statistics() {
 fn no_optimizer_changes_a_frozen_batch_norm() {
     let network = networks().swap_remove(0);
     for kind in OptimizerKind::ALL {
-        let optimizer = Optimizer { kind, weight_decay: 0.1, ..plain_sgd() };
+        let optimizer = Optimizer { kind, weight_decay: 0.1, ..fixtures::config(6).optimizer };
         let mut engine = engine(&network, optimizer);
         let mut earlier = engine.optimizer_state().unwrap();
         for (name, tensor) in &mut earlier.slots {
@@ -165,7 +159,7 @@ fn micro_batches_have_the_gradients_of_one_batch() {
             indices: pictures.map(|i| i as u64).collect(),
             ..Batch::default()
         };
-        let config = EngineConfig { accumulate: 2, ..unfused::config(6) };
+        let config = EngineConfig { accumulate: 2, ..fixtures::config(6) };
         let gradients = |step: &[Batch]| {
             let comm = Arc::new(SingleRank);
             let mut engine =

@@ -59,61 +59,29 @@ impl Capabilities {
 /// A fused operation. Engines run them in forward order, and in reverse in the backward pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum FusedOp {
+    /// A convolution, with parts of neighbouring batch norms.
     Conv(Conv),
+    /// A batch norm, with the following addition, ReLU and pooling.
     Norm(Norm),
     /// max(x, 0), not fused.
-    Relu {
-        input: TensorId,
-        output: TensorId,
-    },
+    Relu { input: TensorId, output: TensorId },
     /// GELU of x, or of x plus the parameter `<bias>.bias`.
-    Gelu {
-        bias: Option<String>,
-        input: TensorId,
-        output: TensorId,
-    },
+    Gelu { bias: Option<String>, input: TensorId, output: TensorId },
     /// branch + shortcut, not fused.
-    Add {
-        branch: TensorId,
-        shortcut: TensorId,
-        output: TensorId,
-    },
-    MaxPool {
-        input: TensorId,
-        output: TensorId,
-        kernel: usize,
-        stride: usize,
-        padding: usize,
-    },
-    GlobalAveragePool {
-        input: TensorId,
-        output: TensorId,
-        /// Whether the batch norm that produces `input` spreads the gradient over the pixels in its backward pass.
-        gradient_in_norm: bool,
-    },
-    Linear {
-        name: String,
-        input: TensorId,
-        output: TensorId,
-        /// Whether the layer produces the logits. An engine may add its bias in the loss.
-        is_head: bool,
-    },
+    Add { branch: TensorId, shortcut: TensorId, output: TensorId },
+    /// Maximum over square windows, not fused.
+    MaxPool { input: TensorId, output: TensorId, kernel: usize, stride: usize, padding: usize },
+    /// Mean over height and width. `gradient_in_norm`: whether the batch norm that produces `input` spreads the gradient over
+    /// the pixels in its backward pass.
+    GlobalAveragePool { input: TensorId, output: TensorId, gradient_in_norm: bool },
+    /// A linear layer. `is_head`: whether the layer produces the logits. An engine may add its bias in the loss.
+    Linear { name: String, input: TensorId, output: TensorId, is_head: bool },
     /// The same activation in another placement.
-    Redistribute {
-        input: TensorId,
-        output: TensorId,
-    },
+    Redistribute { input: TensorId, output: TensorId },
     /// An activation extended by the rows of other ranks that windows reach; see [`Op::Halo`].
-    Halo {
-        input: TensorId,
-        output: TensorId,
-        lowest: bool,
-    },
+    Halo { input: TensorId, output: TensorId, lowest: bool },
     /// The mean over all rows, computed from each rank's mean over its own rows.
-    MeanOfRows {
-        input: TensorId,
-        output: TensorId,
-    },
+    MeanOfRows { input: TensorId, output: TensorId },
 }
 
 /// A convolution without bias.
@@ -143,12 +111,10 @@ impl Conv {
 /// How a convolution's output is computed in training. In evaluation every convolution is [`ConvForward::Plain`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ConvForward {
-    /// Not fused.
-    Plain {
-        /// Whether the batch norm's statistics are taken right after the convolution, because another convolution runs before
-        /// the batch norm. All ranks decide alike: ranks that synchronise statistics must reach the same batch norm.
-        early_statistics: bool,
-    },
+    /// Not fused. `early_statistics`: whether the batch norm's statistics are taken right after the convolution, because another
+    /// convolution runs before the batch norm. All ranks decide alike: ranks that synchronise statistics must reach the same
+    /// batch norm.
+    Plain { early_statistics: bool },
     /// Applies the preceding batch norm and ReLU, if given, and takes the statistics of the following batch norm.
     WithNorms { norm_before: Option<usize> },
     /// Computes the end of the preceding block (batch norm `block_end`, addition, ReLU), and takes the statistics of
@@ -223,7 +189,6 @@ pub(super) struct DeferredNorm {
 pub(super) enum StatisticsIn {
     /// When the batch norm runs.
     Norm,
-    /// Right after the preceding convolution.
     AfterConv,
     /// In the kernel of the preceding convolution.
     Conv,
@@ -316,24 +281,18 @@ fn count_reads(network: &Network, tensor: TensorId) -> usize {
 /// Takes statistics right after each convolution that its batch norm does not directly follow.
 fn take_statistics_early(ops: &mut [FusedOp]) {
     for index in 0..ops.len() {
-        let next_norm_input = ops.get(index + 1).and_then(|op| match op {
-            FusedOp::Norm(norm) => Some(norm.input),
-            _ => None,
-        });
         let FusedOp::Conv(Conv {
-            output,
-            norm_after: Some(after),
-            forward: ConvForward::Plain { early_statistics },
-            ..
-        }) = &mut ops[index]
+            output, norm_after: Some(after), forward: ConvForward::Plain { .. }, ..
+        }) = ops[index]
         else {
             continue;
         };
-        if next_norm_input == Some(*output) {
+        if matches!(ops.get(index + 1), Some(FusedOp::Norm(norm)) if norm.input == output) {
             continue;
         }
-        *early_statistics = true;
-        let after = *after;
+        if let FusedOp::Conv(conv) = &mut ops[index] {
+            conv.forward = ConvForward::Plain { early_statistics: true };
+        }
         if let Some(norm) = norm_mut(ops, after) {
             norm.statistics = StatisticsIn::AfterConv;
         }

@@ -7,7 +7,6 @@ use crate::net::TensorId;
 pub struct LayerTime {
     /// Name of a convolution, batch norm or linear layer. `None` for other operations.
     pub name: Option<String>,
-    /// The output tensor of the operation.
     pub output: TensorId,
     pub micros: f64,
 }

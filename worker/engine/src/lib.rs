@@ -12,6 +12,8 @@ mod cuda;
 mod distribution;
 mod finite;
 #[cfg(test)]
+mod fixtures;
+#[cfg(test)]
 mod frozen_norm;
 mod fuse;
 mod layers;
@@ -22,12 +24,10 @@ pub mod nvjpeg;
 pub mod onnx;
 mod optimizer;
 pub mod plan;
-mod prologue;
+mod prepared_step;
 pub mod registry;
 mod sharding;
 mod state_dict;
-#[cfg(test)]
-mod unfused;
 
 pub use backend::{
     Backend, BuildArgs, DeviceChoice, DeviceConfig, DeviceError, DeviceMetrics, Devices, Needs, Selection,
@@ -66,6 +66,21 @@ pub struct EngineConfig {
     pub gradients_mean: bool,
     /// Number of threads of this rank.
     pub threads: usize,
+}
+
+impl EngineConfig {
+    /// Default settings: the plain mean loss, one micro-batch per step, synchronised batch norms, mean gradients, one thread.
+    pub fn new(batch_size: usize, optimizer: Optimizer) -> Self {
+        Self {
+            batch_size,
+            optimizer,
+            loss: LossConfig::default(),
+            accumulate: 1,
+            sync_batch_norm: true,
+            gradients_mean: true,
+            threads: 1,
+        }
+    }
 }
 
 /// Results of a step on this rank.
@@ -116,7 +131,6 @@ pub struct LossScaling {
 pub struct EvalResult {
     /// Sum of the pictures' cross-entropies.
     pub loss_sum: f64,
-    /// Number of correct predictions.
     pub correct: u64,
     /// Number of pictures.
     pub samples: u64,
@@ -140,17 +154,18 @@ pub enum EngineError {
 
 /// One rank's copy of the network and its optimizer.
 /// An engine is built for a group of ranks that see different pictures and keep the same weights, or that share copies
-/// of the network according to a [`plan::Plan`]. Building an engine is collective, and so are [`Engine::start_step`]
-/// and the methods that call it, [`Engine::keep_gradients`], [`Engine::broadcast_parameters`],
-/// [`Engine::broadcast_statistics`], [`Engine::state_dict`] and [`Engine::load_state_dict`]: every rank of the group calls
-/// them, in the same order. Where ranks share a network, [`Engine::eval_step`] and [`Engine::predict`] are collective, too.
-/// All other methods are local.
+/// of the network according to a [`plan::Plan`]. Building an engine is collective. Every rank of the group calls the collective
+/// methods, in the same order. Where ranks share a network, [`Engine::eval_step`] and [`Engine::predict`] are collective, too.
+///
+/// Every method that returns a `Result` fails if the device fails, and a collective method fails with [`EngineError::Comm`] if
+/// a rank of the group is gone. The methods list only their other errors.
+#[allow(clippy::missing_errors_doc)] // The errors of all methods are above.
 pub trait Engine: Send {
     /// Prepares for the pictures of `data`, before the first step: the engine may copy pictures that are in memory to its device.
     /// Returns the format in which this engine reads the pictures of batches.
     ///
     /// # Errors
-    /// The device fails, or has not enough memory for the copy.
+    /// The device has not enough memory for the copy.
     fn take_data(&mut self, _data: &DataSource) -> Result<BatchFormat, EngineError> {
         Ok(BatchFormat::Normalised)
     }
@@ -158,7 +173,7 @@ pub trait Engine: Send {
     /// [`Engine::eval_step`] and [`Engine::predict`] use. Call it before [`Engine::take_data`].
     ///
     /// # Errors
-    /// [`EngineError::Parameters`]: the network cannot be built for a size. The device fails or has not enough memory.
+    /// [`EngineError::Parameters`]: the network cannot be built for a size. The device has not enough memory.
     fn add_image_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError>;
     /// Sets the size of pictures from the next batch on: the network's own, or one given to [`Engine::add_image_sizes`]. Weights,
     /// running statistics and optimizer state do not change. No step may be under way.
@@ -173,9 +188,8 @@ pub trait Engine: Send {
     /// first steps are under way.
     ///
     /// # Errors
-    /// [`EngineError::Parameters`]: more micro-batches than `accumulate`, or a batch that does not fit the network.
-    /// [`EngineError::Comm`]: a rank of the group is gone. The device fails. The error may be of an earlier step. After an
-    /// error the engine cannot be used any more.
+    /// [`EngineError::Parameters`]: more micro-batches than `accumulate`, or a batch that does not fit the network. The error may
+    /// be of an earlier step. After an error the engine cannot be used any more.
     fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError>;
     /// Waits for the steps under way and returns their results, oldest first.
     ///
@@ -195,16 +209,13 @@ pub trait Engine: Send {
     /// Collective: makes the next step keep its gradients for [`Engine::gradients`].
     ///
     /// # Errors
-    /// There is not enough memory for the gradients. [`EngineError::Comm`]: a rank of the group is gone.
+    /// There is not enough memory for the gradients.
     fn keep_gradients(&mut self) -> Result<(), EngineError> {
         Ok(())
     }
     /// The gradients that the newest step kept ([`Engine::keep_gradients`]), reduced over all ranks as the update used
     /// them. The names are as in [`Engine::parameters`], without frozen batch norms. No step may be under way. Empty if
     /// the engine had not enough memory.
-    ///
-    /// # Errors
-    /// The device fails.
     fn gradients(&self) -> Result<NamedTensors, EngineError> {
         Ok(NamedTensors::new())
     }
@@ -218,7 +229,7 @@ pub trait Engine: Send {
     /// other stages than the last return zeros.
     ///
     /// # Errors
-    /// [`EngineError::Parameters`]: pictures or labels do not fit the network. The device fails.
+    /// [`EngineError::Parameters`]: pictures or labels do not fit the network.
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError>;
     /// Logits `[samples, classes]` with running statistics. Empty on ranks of other stages than the last.
     ///
@@ -226,22 +237,15 @@ pub trait Engine: Send {
     /// As for [`Engine::eval_step`].
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError>;
     /// This rank's weights, biases and running statistics: its parts of split tensors, and no tensors of other stages.
-    ///
-    /// # Errors
-    /// The device fails.
     fn parameters(&self) -> Result<NamedTensors, EngineError>;
     /// Replaces weights, biases and running statistics. `values` must contain all tensors of this rank. Where ranks share
     /// memory, rank 0's weights and biases apply, and all ranks see them after the next collective.
     ///
     /// # Errors
-    /// [`EngineError::Parameters`] names tensors that are missing, unknown or of another shape; no state has changed then. The
-    /// device fails.
+    /// [`EngineError::Parameters`] names tensors that are missing, unknown or of another shape; no state has changed then.
     fn set_parameters(&mut self, values: &dyn TensorSource) -> Result<(), EngineError>;
     /// The state of the optimizer for this rank's parameters. Where ranks divide the state of a parameter, the parts of other
     /// ranks are zeros.
-    ///
-    /// # Errors
-    /// The device fails.
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError>;
     /// Replaces the optimizer's state. Ranks that share weights also share the slots, but each rank has its own number of
     /// updates.
@@ -254,14 +258,10 @@ pub trait Engine: Send {
     /// The first call copies the values.
     ///
     /// # Errors
-    /// There is not enough memory for an average, or the device fails.
+    /// There is not enough memory for an average.
     fn update_average(&mut self, decay: f64) -> Result<(), EngineError>;
-    /// Whether a moving average exists.
     fn has_average(&self) -> bool;
     /// The moving average, if it exists, with the names of [`Engine::parameters`].
-    ///
-    /// # Errors
-    /// The device fails.
     fn averaged(&self) -> Result<Option<NamedTensors>, EngineError>;
     /// Replaces the moving average.
     ///
@@ -269,16 +269,10 @@ pub trait Engine: Send {
     /// As for [`Engine::set_parameters`]; or there is not enough memory for an average.
     fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
     /// Loss scaling of the next step; `None` without loss scaling (all formats but float16).
-    ///
-    /// # Errors
-    /// The device fails.
     fn loss_scaling(&self) -> Result<Option<LossScaling>, EngineError> {
         Ok(None)
     }
     /// Replaces the state of loss scaling. No effect without loss scaling or with a fixed scale.
-    ///
-    /// # Errors
-    /// The device fails.
     fn set_loss_scaling(&mut self, _scaling: LossScaling) -> Result<(), EngineError> {
         Ok(())
     }
@@ -288,14 +282,8 @@ pub trait Engine: Send {
     }
     /// Collective: the tensors that this rank writes to a checkpoint, each complete. `None` if it writes no tensors. Such a rank
     /// copies its state off the device only if it has a part of a tensor that another rank writes.
-    ///
-    /// # Errors
-    /// The device fails.
     fn state_dict(&self, writers: &Writers) -> Result<Option<StateDict>, EngineError>;
     /// This rank's own state, copied off the device.
-    ///
-    /// # Errors
-    /// The device fails.
     fn own_state(&self) -> Result<StateDict, EngineError> {
         Ok(StateDict {
             parameters: self.parameters()?,
@@ -330,29 +318,17 @@ pub trait Engine: Send {
         Ok(())
     }
     /// [`first_invalid`] for this rank's weights, biases, running statistics, optimizer state and average.
-    ///
-    /// # Errors
-    /// The device fails.
     fn first_invalid(&self) -> Result<Option<String>, EngineError> {
         finite::first_of_engine(self)
     }
     /// Two checksums: of the weights and biases that every rank of the stage has, and of this rank's parts of split
     /// parameters. After a step the first one is equal on all ranks of the stage, and the second one on all ranks of
     /// the stage with the same parts. No step may be under way.
-    ///
-    /// # Errors
-    /// The device fails.
     fn checksum(&self) -> Result<[u64; 2], EngineError>;
     /// Collective: copies rank 0's parameters and running statistics to all ranks.
-    ///
-    /// # Errors
-    /// [`EngineError::Comm`]: a rank of the group is gone. The device fails.
     fn broadcast_parameters(&mut self) -> Result<(), EngineError>;
     /// Collective: as [`Engine::broadcast_parameters`], for ranks whose weights are equal, so that only running statistics may have to be
     /// copied.
-    ///
-    /// # Errors
-    /// As for [`Engine::broadcast_parameters`].
     fn broadcast_statistics(&mut self) -> Result<(), EngineError> {
         self.broadcast_parameters()
     }
@@ -376,7 +352,6 @@ fn unknown_size(image_size: usize) -> EngineError {
     EngineError::Parameters(format!("this engine was not prepared for pictures of {image_size} pixels"))
 }
 
-/// Starts the threads of an engine.
 fn thread_pool(threads: usize) -> Result<rayon::ThreadPool, EngineError> {
     rayon::ThreadPoolBuilder::new()
         .num_threads(threads.max(1))

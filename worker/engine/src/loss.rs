@@ -54,9 +54,8 @@ impl Margin {
     }
 }
 
-/// How the cosine of the label's class changes: a cosine above `limit` becomes the cosine of its angle plus the margin,
-/// whose sine and cosine are `sin` and `cos`; any other cosine is reduced by `shift`. CosFace uses only `shift`: its `limit` is never
-/// exceeded.
+/// How the cosine of the label's class changes. A cosine above `limit` becomes the cosine of its angle plus the margin, whose sine and
+/// cosine are `sin` and `cos`. Any other cosine is reduced by `shift`. CosFace uses only `shift`: its `limit` is never exceeded.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct MarginTerms {
     pub(crate) limit: f64,

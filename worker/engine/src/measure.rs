@@ -1,8 +1,8 @@
 //! Measures a device's speed: steps of a network on synthetic pictures, and the time of each operation in one step.
 
 use super::{
-    BuildArgs, DeviceChoice, DeviceConfig, EngineConfig, EngineError, HostTensor, LayerTime, LossConfig,
-    NamedTensors, Optimizer,
+    BuildArgs, DeviceChoice, DeviceConfig, EngineConfig, EngineError, HostTensor, LayerTime, NamedTensors,
+    Optimizer,
     plan::{Plan, Rates},
 };
 use crate::net::{self, Network, init};
@@ -101,15 +101,7 @@ fn time_steps(
     let mut engine = device.backend.build(BuildArgs {
         network: Arc::new(network.clone()),
         initial,
-        config: EngineConfig {
-            batch_size: pictures,
-            optimizer,
-            loss: LossConfig::default(),
-            accumulate: 1,
-            sync_batch_norm: false,
-            gradients_mean: true,
-            threads,
-        },
+        config: EngineConfig { sync_batch_norm: false, threads, ..EngineConfig::new(pictures, optimizer) },
         comm: Arc::new(SingleRank),
         device: DeviceConfig::new(device.ordinal, precision, Plan::data(1)),
     })?;
@@ -170,7 +162,7 @@ mod tests {
         let machine = Machine { rates, ..machine(device) };
         assert_eq!((machine.check(), machine.rates.value_bytes), (Ok(()), 2));
         let network = net::build(&sample.model, 224, 3, CLASSES).unwrap();
-        let work = Workload { pictures: 64, accumulate: 1, state: 1, sync_batch_norm: true };
+        let work = Workload { pictures: 64, accumulate: 1, state_per_weight: 1, sync_batch_norm: true };
         let cost = cost(&network, &Plan::data(1), &machine, &work).unwrap();
         assert!((2000.0..20_000.0).contains(&cost.images_per_second), "{machine:?}");
     }
@@ -218,7 +210,7 @@ mod tests {
         let machine = Machine { rates, ..machine(device) };
         assert_eq!(machine.check(), Ok(()));
         let network = net::build(&sample.model, 16, 3, CLASSES).unwrap();
-        let work = Workload { pictures: 8, accumulate: 1, state: 1, sync_batch_norm: true };
+        let work = Workload { pictures: 8, accumulate: 1, state_per_weight: 1, sync_batch_norm: true };
         let cost = cost(&network, &Plan::data(1), &machine, &work).unwrap();
         // Seven steps ran, none of them faster than the predicted one.
         assert!(cost.step_ms > 0.0 && 7.0 * cost.step_ms / 1e3 < secs, "{} ms of {secs} s", cost.step_ms);

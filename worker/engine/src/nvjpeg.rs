@@ -1,12 +1,12 @@
-//! Bindings to nvJPEG's hardware decoder: the used part of `nvjpeg.h`, loaded at run time.
+//! Bindings to nvJPEG's hardware decoder: the used part of `nvjpeg.h`, loaded at run time. All errors are sentences.
 //!
 //! Undocumented behaviour: nvJPEG writes outputs without waiting for earlier work on the stream (seen on H100), so the
-//! caller has to wait; a call decodes all pictures or none; only one thread at a time may use a state.
+//! caller has to wait. A call decodes all pictures or none. Only one thread at a time may use a state.
 #![allow(unsafe_code)] // A C API, called through its symbols.
 
 use cudarc::driver::{result, sys::CUstream};
-use libloading::os::unix::{Library as Handle, RTLD_LAZY, RTLD_LOCAL};
-use lockstep_host::gpu::libraries::{Libraries, Library, check_loadable};
+use libloading::os::unix::Library as Handle;
+use lockstep_host::gpu::libraries::{self, Libraries, Library, check_loadable};
 use std::{
     ffi::{c_int, c_uint, c_void},
     path::Path,
@@ -68,9 +68,6 @@ pub(crate) struct Nvjpeg {
 
 impl Nvjpeg {
     /// Loads the library found on this machine; also returns its version, e.g. `13.0.1`.
-    ///
-    /// # Errors
-    /// The library is missing or cannot be used. The error is a sentence.
     pub(crate) fn find() -> Result<(Self, String), String> {
         let libraries = Libraries::find();
         let library = libraries.get(Library::Nvjpeg).ok_or("nvJPEG is not found on this machine")?;
@@ -78,14 +75,7 @@ impl Nvjpeg {
     }
 
     fn load(path: &Path) -> Result<Self, String> {
-        let shown = path.display();
-        // SAFETY: the initialisers of NVIDIA's libraries have no preconditions.
-        let library = unsafe { Handle::open(Some(path), RTLD_LAZY | RTLD_LOCAL) }
-            .map_err(|e| format!("{shown} cannot be loaded: {e}"))?;
-        let loaded = Self::load_symbols(&library);
-        // Never unloaded: symbols stay valid, and NVIDIA's libraries do not support unloading well.
-        std::mem::forget(library);
-        loaded.map_err(|error| format!("{shown}: {error}"))
+        Self::load_symbols(&*libraries::open(path)?).map_err(|error| format!("{}: {error}", path.display()))
     }
 
     fn load_symbols(library: &Handle) -> Result<Self, String> {
@@ -118,7 +108,6 @@ pub(crate) struct Picture<'a> {
     pub(crate) planes: [Plane; 3],
 }
 
-/// Destination of a component.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Plane {
     /// Address of a buffer with `pitch` bytes for each row of the component.
@@ -142,9 +131,6 @@ unsafe impl Sync for Hardware {}
 
 impl Hardware {
     /// Opens the hardware decoders of the current GPU.
-    ///
-    /// # Errors
-    /// The GPU has no decoder, or the decoder cannot be used. The error is a sentence.
     pub(crate) fn open(library: &Arc<Nvjpeg>) -> Result<Self, String> {
         let mut handle = ptr::null_mut();
         // SAFETY: null allocators mean cudaMalloc and cudaHostAlloc; `drop` destroys the handle.
@@ -185,9 +171,6 @@ unsafe impl Send for State {}
 
 impl State {
     /// A state for the decoders `hardware`.
-    ///
-    /// # Errors
-    /// nvJPEG cannot create a state. The error is a sentence.
     pub(crate) fn new(hardware: &Arc<Hardware>) -> Result<Self, String> {
         let null = ptr::null_mut();
         let mut this = Self { hardware: hardware.clone(), state: null, header: null };
@@ -222,9 +205,7 @@ impl State {
     }
 
     /// Decodes supported pictures into planes, asynchronously on `stream`.
-    ///
-    /// # Errors
-    /// Some pictures could not be decoded; nvJPEG does not report which.
+    /// If a picture cannot be decoded, the call fails, and nvJPEG does not report which picture it was.
     pub(crate) fn decode(&mut self, pictures: &[Picture<'_>], stream: CUstream) -> Result<(), String> {
         let Hardware { library, handle } = &*self.hardware;
         let Nvjpeg { initialize, decode, .. } = **library;
@@ -350,7 +331,7 @@ mod tests {
 
     #[test]
     #[ignore = "needs a GPU"]
-    fn gpu_the_hardware_decoder_accepts_supported_files() {
+    fn gpu_hardware_decoders_are_found() {
         let found = hardware();
         eprintln!("nvJPEG {}: {found:?}", Nvjpeg::find().unwrap().1);
         found.unwrap();

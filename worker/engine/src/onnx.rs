@@ -199,7 +199,6 @@ fn fold_into_convolution(
     (weight, HostTensor { shape: vec![values.len()], values })
 }
 
-/// Attributes of a square window.
 fn window_attributes(kernel: usize, stride: usize, padding: usize) -> Vec<Attribute> {
     vec![
         Attribute::ints("kernel_shape", [kernel; 2]),

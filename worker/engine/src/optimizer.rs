@@ -33,7 +33,6 @@ pub(crate) fn tensor_name(parameter: &str, optimizer_slot: Option<&str>) -> Stri
     optimizer_slot.map_or_else(|| parameter.into(), |slot| slot_name(parameter, slot))
 }
 
-/// The kind of a parameter with this role.
 pub(crate) fn kind(role: Role) -> ParameterKind {
     match role {
         Role::ConvWeight => ParameterKind::Filters,

@@ -23,7 +23,6 @@ fn backends() -> impl Iterator<Item = &'static dyn Backend> {
     ADDED.get().into_iter().chain(&BACKENDS).copied()
 }
 
-/// The backend named `name`.
 pub fn named(name: &str) -> Option<&'static dyn Backend> {
     backends().find(|backend| backend.name() == name)
 }

@@ -27,7 +27,6 @@ pub struct StateDict {
 /// Which ranks keep the moving average of the parameters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum AverageOn {
-    /// There is no average.
     #[default]
     NoRank,
     /// Rank 0 has the whole average.

@@ -165,7 +165,7 @@ impl ControlGroups {
     }
 
     /// Bytes of cached files that the kernel reclaims last.
-    pub(crate) fn files_in_use(&self) -> Option<u64> {
+    pub(crate) fn active_file_bytes(&self) -> Option<u64> {
         let limit = self.tightest_memory()?;
         let stat = fs::read_to_string(limit.used_file.with_file_name("memory.stat")).ok()?;
         value(&stat, &limit.inactive_key.replace("inactive", "active"))
@@ -201,7 +201,7 @@ mod tests {
         ]);
         let found = ControlGroups::read("0::/a/b\n", root.path());
         assert_eq!((found.cpus(), found.cpu_secs()), (Some(2.0), Some(3.5)));
-        assert_eq!((found.memory(), found.files_in_use()), (Some((4 << 30, 750_000)), Some(40)));
+        assert_eq!((found.memory(), found.active_file_bytes()), (Some((4 << 30, 750_000)), Some(40)));
         for (swap_bytes, expected) in [(0, 4 << 30), (50, (4 << 30) + 50), (1000, (4 << 30) + 74)] {
             assert_eq!(found.memory_and_swap(swap_bytes), Some(expected), "{swap_bytes}");
         }

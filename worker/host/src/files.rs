@@ -13,15 +13,11 @@ use std::{
     path::Path,
 };
 
-/// The kind of object at a path.
+/// The kind of object at a path: a folder, or a regular file with the time of its last change ([`modified_ns`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileKind {
     Folder,
-    /// A regular file. `modified_ns` is the time of its last change, see [`modified_ns`].
-    File {
-        size_bytes: u64,
-        modified_ns: i64,
-    },
+    File { size_bytes: u64, modified_ns: i64 },
 }
 
 /// The kind of object at `path`. Links are followed, and nothing is opened.

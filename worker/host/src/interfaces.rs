@@ -124,10 +124,4 @@ mod tests {
             "{error}"
         );
     }
-
-    #[test]
-    fn loopback_is_listed() {
-        let all = interfaces().unwrap();
-        assert!(all.contains(&("lo".to_owned(), IpAddr::from([127, 0, 0, 1]))), "{all:?}");
-    }
 }

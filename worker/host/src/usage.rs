@@ -56,7 +56,7 @@ impl UsageSampler {
         let limit = self.groups.cpus().filter(|limit| *limit < usable_cpus);
         let now = Counters {
             at: Instant::now(),
-            cpu: busy(&stat, &self.allowed),
+            cpu: busy_and_total(&stat, &self.allowed),
             group_cpu_secs: limit.and_then(|_| self.groups.cpu_secs()),
             disk: disks(&read("/proc/diskstats"), &whole_disks()),
             network: network(&read("/proc/net/dev"), |name| {
@@ -127,7 +127,7 @@ fn cpu_line(line: &str) -> Option<(usize, &str)> {
 }
 
 /// Busy and total time of the CPUs in `allowed`. An empty list means all CPUs.
-fn busy(stat: &str, allowed: &[usize]) -> Option<(u64, u64)> {
+fn busy_and_total(stat: &str, allowed: &[usize]) -> Option<(u64, u64)> {
     let counted = |cpu: usize| allowed.is_empty() || allowed.contains(&cpu);
     let of_cpu = |(_, times): (usize, &str)| {
         // user nice system idle iowait irq softirq steal. The time of guests is included in user.
@@ -163,9 +163,9 @@ fn memory(groups: &ControlGroups) -> (u64, u64, u64) {
 pub fn memory_available() -> Option<u64> {
     let of_machine = meminfo(&read("/proc/meminfo"), "MemAvailable:")?;
     let groups = ControlGroups::of_this_process();
-    let of_group = groups
-        .memory()
-        .map(|(limit, used)| limit.saturating_sub(used.saturating_sub(groups.files_in_use().unwrap_or(0))));
+    let of_group = groups.memory().map(|(limit, used)| {
+        limit.saturating_sub(used.saturating_sub(groups.active_file_bytes().unwrap_or(0)))
+    });
     Some(of_group.map_or(of_machine, |of_group| of_group.min(of_machine)))
 }
 
@@ -323,10 +323,10 @@ mod tests {
     fn only_allowed_cpus_are_counted() {
         let stat =
             "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 10 0 10 70 10 0 0 0 0 0\ncpu1 50 0 0 50 0 0 0 0 5 0\nintr 7\n";
-        assert_eq!(busy(stat, &[0]), Some((20, 100)));
-        assert_eq!(busy(stat, &[]), Some((70, 200)));
-        assert_eq!(busy(stat, &[9]), None);
-        assert_eq!(busy("", &[]), None);
+        assert_eq!(busy_and_total(stat, &[0]), Some((20, 100)));
+        assert_eq!(busy_and_total(stat, &[]), Some((70, 200)));
+        assert_eq!(busy_and_total(stat, &[9]), None);
+        assert_eq!(busy_and_total("", &[]), None);
     }
 
     #[test]

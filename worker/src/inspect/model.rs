@@ -153,15 +153,12 @@ impl Model {
     pub(super) fn open(path: &Path, output: Output) -> Result<Self, String> {
         let ModelFile { network, weights, margin, classes, mean, std, whole_pictures, resize, .. } =
             ModelFile::read(path, output)?;
+        // The model is not trained, so the optimizer does not matter.
         let config = EngineConfig {
-            batch_size: BATCH,
-            // Not used, because the model is not trained.
-            optimizer: Optimizer::default(),
             loss: LossConfig { margin, ..LossConfig::default() },
-            accumulate: 1,
             sync_batch_norm: false,
-            gradients_mean: true,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
+            ..EngineConfig::new(BATCH, Optimizer::default())
         };
         let width = network.tensors[network.logits()].len();
         let (image_size, channels) = (network.image_size, network.channels);

@@ -116,19 +116,11 @@ impl RequiredMemory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_engine::{LossConfig, Optimizer, net::resnet};
+    use lockstep_engine::{Optimizer, net::resnet};
     use lockstep_protocol::spec::{Arch, ModelSpec};
 
     fn config(batch_size: usize) -> EngineConfig {
-        EngineConfig {
-            batch_size,
-            optimizer: Optimizer::default(),
-            loss: LossConfig::default(),
-            accumulate: 1,
-            sync_batch_norm: true,
-            gradients_mean: true,
-            threads: 1,
-        }
+        EngineConfig::new(batch_size, Optimizer::default())
     }
 
     #[test]

@@ -104,7 +104,7 @@ pub(super) fn initialize(
         // weights below.
         if training.spec.parallel.is_hybrid() {
             let distribution = distribution(training, plan)?;
-            let own = distribution.scatter(weights, distribution.parameters())?;
+            let own = distribution.scatter(weights, distribution.shapes())?;
             engine.set_parameters(&own)?;
         } else if let Some(weights) = weights {
             engine.set_parameters(&weights)?;
@@ -202,7 +202,7 @@ fn resume(
     let distribution = distribution(training, plan)?;
     let (mut state, mut parameters, mut optimizer, mut average) = (None, None, None, None);
     if let Some((path, loaded)) = loaded {
-        check_compatible(training, &path, &shape.classes, &loaded.parameters, &distribution.parameters())?;
+        check_compatible(training, &path, &shape.classes, &loaded.parameters, &distribution.shapes())?;
         if training.spec.train.ema_decay > 0.0 {
             average = checkpoint::load_average(&path)?;
         }
@@ -210,13 +210,13 @@ fn resume(
             (Some(loaded.state), Some(loaded.parameters), Some(loaded.optimizer));
     }
     let state: State = broadcast_json(group, state)?;
-    let parameters = scatter(&distribution, "weights", parameters, distribution.parameters())?;
+    let parameters = scatter(&distribution, "weights", parameters, distribution.shapes())?;
     let saved_optimizer = state.optimizer;
     let kind = training.spec.train.optimizer;
     let keeps_optimizer = slots(saved_optimizer.kind) == slots(kind);
     let optimizer = if keeps_optimizer {
-        let slots =
-            scatter(&distribution, "optimizer state", optimizer, distribution.slots(&plan.config.optimizer))?;
+        let shapes = distribution.slot_shapes(&plan.config.optimizer);
+        let slots = scatter(&distribution, "optimizer state", optimizer, shapes)?;
         Some(OptimizerState { slots, updates: saved_optimizer.updates })
     } else {
         None
@@ -225,7 +225,7 @@ fn resume(
     if training.spec.parallel.is_hybrid()
         && broadcast_json(group, training.is_first().then_some(average.is_some()))?
     {
-        let part = scatter(&distribution, "average of the weights", average, distribution.parameters())?;
+        let part = scatter(&distribution, "average of the weights", average, distribution.shapes())?;
         average = Some(part);
     }
     let loaded = StateDict { parameters, optimizer, average, loss_scaling: state.loss_scaling };

@@ -174,13 +174,13 @@ impl TestJob {
             let stops = is_asked_to_stop && stop_in == StopIn::Validation;
             let mut batches = 0;
             let distribution = Distribution::new(&plan.network, &Plan::data(1), &SingleRank)?;
-            let mut weights = zeros(distribution.parameters());
+            let mut weights = zeros(distribution.shapes());
             weights.get_mut("fc.bias").unwrap().values[0] = f32::from(self.differing_rank == Some(rank));
             let engine = Scripted {
                 precision,
                 overflow,
                 weights,
-                momentum: zeros(distribution.slots(&plan.config.optimizer)),
+                momentum: zeros(distribution.slot_shapes(&plan.config.optimizer)),
                 updates: 0,
                 replica: plan.replica,
                 copies: copies.clone(),

@@ -102,15 +102,7 @@ fn engine(network: Network, config: EngineConfig) -> Box<dyn Engine> {
 }
 
 pub(crate) fn config(batch_size: usize, optimizer: Optimizer) -> EngineConfig {
-    EngineConfig {
-        batch_size,
-        optimizer,
-        loss: LossConfig::default(),
-        accumulate: 1,
-        sync_batch_norm: true,
-        gradients_mean: true,
-        threads: 2,
-    }
+    EngineConfig { threads: 2, ..EngineConfig::new(batch_size, optimizer) }
 }
 
 #[test]

@@ -12,12 +12,11 @@ use std::ffi::c_void;
 
 const SUM: sys::ncclRedOp_t = sys::ncclRedOp_t::ncclSum;
 
+/// All methods fail if the group has failed or was aborted. It is unusable afterwards.
+#[allow(clippy::missing_errors_doc)] // The errors of all methods are above.
 impl Nccl {
     /// Collective: enqueues on `stream` an operation that replaces the `count` values at `ptr` by their sums over all
     /// ranks. Returns when NCCL has enqueued it or, if `stream` is being captured, has added it to the graph.
-    ///
-    /// # Errors
-    /// The group has failed or was aborted. It is unusable afterwards.
     ///
     /// # Safety
     /// `ptr` points to `count` values of type `dtype` in the memory of this rank's GPU. They stay valid until
@@ -39,9 +38,6 @@ impl Nccl {
 
     /// Collective: gathers the `count` values at `from` of every rank. `to` receives them in rank order.
     ///
-    /// # Errors
-    /// As [`Nccl::all_reduce`].
-    ///
     /// # Safety
     /// As [`Nccl::all_reduce`]. `to` has room for `count` values of every rank.
     pub unsafe fn all_gather(
@@ -60,9 +56,6 @@ impl Nccl {
     }
 
     /// Collective: sums the values at `from` over all ranks. `to` receives this rank's part of the sum, `count` values.
-    ///
-    /// # Errors
-    /// As [`Nccl::all_reduce`].
     ///
     /// # Safety
     /// As [`Nccl::all_reduce`]. `from` has `count` values for each rank, and `to` has room for `count` values.
@@ -85,9 +78,6 @@ impl Nccl {
     /// Enqueues on `stream` one NCCL group that sends the messages `sends` to other ranks and receives the messages
     /// `receives` from other ranks. A message is `(rank, address, number of values)`. If rank `a` sends several messages
     /// to rank `b`, `b` must list them in the same order.
-    ///
-    /// # Errors
-    /// As [`Nccl::all_reduce`].
     ///
     /// # Safety
     /// As [`Nccl::all_reduce`], for each range.

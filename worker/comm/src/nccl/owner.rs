@@ -10,7 +10,7 @@
 //! - If the call never returns, the communicator is not freed. Its process is killed anyway.
 
 use lockstep_host::lock;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 
 /// A handle (NCCL's communicator) that can be aborted once.
 pub(super) trait Handle: Copy + Send {
@@ -18,9 +18,9 @@ pub(super) trait Handle: Copy + Send {
     fn abort(self);
 }
 
-/// The only owner of a handle.
 #[derive(Debug)]
 pub(super) struct Owner<H: Handle> {
+    /// Never locked during a call of NCCL, so waiting for the lock is short.
     state: Mutex<State<H>>,
     not_busy: Condvar,
 }
@@ -49,17 +49,12 @@ impl<H: Handle> Owner<H> {
         }
     }
 
-    /// The lock is never held during a call, so waiting for it is short.
-    fn state(&self) -> MutexGuard<'_, State<H>> {
-        lock(&self.state)
-    }
-
     /// Waits until no other thread uses the handle, and borrows it for one call.
     ///
     /// # Errors
     /// The reason of the abort, or that the handle has been taken ("the group has ended").
     pub(super) fn acquire(&self) -> Result<HandleGuard<'_, H>, String> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         loop {
             match (&state.abort_reason, state.handle) {
                 (Some(reason), _) => return Err(reason.clone()),
@@ -76,7 +71,7 @@ impl<H: Handle> Owner<H> {
     /// Rejects further calls. Frees the handle now, or when the call in progress returns. Only the first reason is
     /// kept. Does not block.
     pub(super) fn abort(&self, reason: &str) {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         if state.abort_reason.is_some() {
             return;
         }
@@ -92,14 +87,14 @@ impl<H: Handle> Owner<H> {
     /// Takes the handle, so that the caller can destroy it with `ncclCommDestroy`. `None` if it was taken or aborted, or is
     /// in use.
     pub(super) fn take(&self) -> Option<H> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         if state.is_busy || state.abort_reason.is_some() { None } else { state.handle.take() }
     }
 }
 
 impl<H: Handle> Drop for HandleGuard<'_, H> {
     fn drop(&mut self) {
-        let mut state = self.owner.state();
+        let mut state = lock(&self.owner.state);
         state.is_busy = false;
         // An abort during this call has left the handle for this thread to free.
         let handle = if state.abort_reason.is_some() { state.handle.take() } else { None };

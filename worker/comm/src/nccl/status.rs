@@ -69,14 +69,3 @@ pub(super) fn error_text(status: ncclResult_t, comm: ncclComm_t) -> String {
         format!("NCCL: {description}: {last_error}")
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Kernels that wait for other ranks rely on this limit.
-    #[test]
-    fn the_configuration_limits_blocks() {
-        assert_eq!(config().maxCTAs, MAX_BLOCKS.cast_signed());
-    }
-}

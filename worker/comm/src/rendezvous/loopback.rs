@@ -1,6 +1,6 @@
-//! Ranks on this machine, for tests.
+//! Ranks that are threads of this process, for tests and benchmarks.
 
-use super::{RendezvousConfig, Store};
+use super::{RendezvousConfig, RendezvousError, Store};
 use crate::ring::Ring;
 use std::{
     net::TcpListener,
@@ -56,11 +56,20 @@ pub fn on_joined_ranks<T: Send>(
     timeout: Duration,
     body: impl Fn(Arc<Store>) -> T + Sync,
 ) -> Vec<T> {
-    let port = unused_port();
+    on_joining_ranks(size, timeout, |store| body(Arc::new(store.unwrap())))
+}
+
+/// As [`on_joined_ranks`], but `body` receives the error of a rank that could not join.
+pub fn on_joining_ranks<T: Send>(
+    size: u32,
+    timeout: Duration,
+    body: impl Fn(Result<Store, RendezvousError>) -> T + Sync,
+) -> Vec<T> {
+    let (port, secret) = (unused_port(), *uuid::Uuid::new_v4().as_bytes());
     let run = |rank: u32| {
         let config = rendezvous_config(port, rank, size);
-        let config = RendezvousConfig { timeout: timeout.max(config.timeout), ..config };
-        body(Arc::new(Store::join(config).unwrap()))
+        let timeout = timeout.max(config.timeout);
+        body(Store::join(RendezvousConfig { timeout, secret: secret.to_vec(), ..config }))
     };
     std::thread::scope(|scope| {
         let run = &run;

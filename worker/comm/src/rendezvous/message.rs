@@ -11,15 +11,10 @@ const MAX_MESSAGE_BYTES: u32 = 1 << 20;
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
-    Set {
-        key: String,
-        value: Vec<u8>,
-    },
+    /// Sets a value, or replaces it.
+    Set { key: String, value: Vec<u8> },
     /// Waits until all keys are set, or for `wait_ms`.
-    Get {
-        keys: Vec<String>,
-        wait_ms: u64,
-    },
+    Get { keys: Vec<String>, wait_ms: u64 },
 }
 
 /// The values of the keys of a [`Request::Get`], `None` for keys that are not set. Empty for a [`Request::Set`].

@@ -1,29 +1,18 @@
 use super::{
-    loopback::{on_joined_ranks, rendezvous_config, unused_port},
+    loopback::{rendezvous_config, unused_port},
     *,
 };
 use crate::Exchange;
 use std::{sync::atomic::Ordering, time::Instant};
 
-#[test]
-fn ranks_exchange_values() {
-    let results = on_joined_ranks(4, Duration::ZERO, |store| {
-        let name = format!("rank {}", store.config().rank);
-        let values = store.all_gather("names", name.as_bytes()).unwrap();
-        store.barrier("end").unwrap();
-        values
-    });
-    for values in results {
-        assert_eq!(values, [b"rank 0", b"rank 1", b"rank 2", b"rank 3"]);
-    }
+fn store_of_rank_0(world_size: u32, timeout: Duration) -> Store {
+    let config = rendezvous_config(unused_port(), 0, world_size);
+    Store::join(RendezvousConfig { timeout, ..config }).unwrap()
 }
 
 #[test]
 fn errors_name_missing_ranks() {
-    let port = unused_port();
-    let store =
-        Store::join(RendezvousConfig { timeout: Duration::from_millis(50), ..rendezvous_config(port, 0, 4) })
-            .unwrap();
+    let store = store_of_rank_0(4, Duration::from_millis(50));
     store.set("ring/2", b"").unwrap();
     let error = store.all_gather("ring", b"").unwrap_err();
     assert_eq!(error.to_string(), "ranks 1 and 3 have not arrived after 0 s (ring)");
@@ -68,19 +57,14 @@ fn a_port_in_use_is_reported() {
 
 #[test]
 fn a_waiting_rank_stops_on_request() {
-    let port = unused_port();
-    let store =
-        Store::join(RendezvousConfig { timeout: Duration::from_secs(600), ..rendezvous_config(port, 0, 2) })
-            .unwrap();
+    let store = store_of_rank_0(2, Duration::from_secs(600));
     store.config().stop.store(true, Ordering::Relaxed);
     assert!(matches!(store.all_gather("ring", b""), Err(RendezvousError::Stopped)));
 }
 
 #[test]
 fn with_voted_stops_a_stopped_rank_waits_for_the_others() {
-    let port = unused_port();
-    let short = Duration::from_millis(300);
-    let store = Store::join(RendezvousConfig { timeout: short, ..rendezvous_config(port, 0, 2) }).unwrap();
+    let store = store_of_rank_0(2, Duration::from_millis(300));
     store.leave_stops_to_votes();
     store.config().stop.store(true, Ordering::Relaxed);
     let missing = store.all_gather("alone", b"").unwrap_err();

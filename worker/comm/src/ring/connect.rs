@@ -47,7 +47,6 @@ impl Listeners {
 pub(super) struct PendingRing<'a> {
     pub(super) identity: Identity,
     pub(super) rank: u32,
-    /// The addresses by rank.
     pub(super) addresses: Vec<Addresses>,
     pub(super) connect_timeout: Duration,
     /// The time-out of the group's calls.

@@ -21,7 +21,6 @@ pub(crate) struct End {
     abort_reason: OnceLock<String>,
     /// The connections, and the listener at which other ranks connect for messages.
     sockets: Mutex<Vec<OwnedFd>>,
-    /// The ends of the groups split from this group.
     split_ends: Mutex<Vec<Weak<End>>>,
 }
 

@@ -39,9 +39,7 @@ impl Operation {
     }
 
     fn from_code(code: u32) -> Option<Self> {
-        use Operation::{
-            AllGather, AllReduce, AllToAll, Barrier, Broadcast, Message, ReduceScatter, SharedMemory, Split,
-        };
+        use Operation::*;
         [AllReduce, ReduceScatter, Broadcast, AllGather, Barrier, SharedMemory, AllToAll, Message, Split]
             .into_iter()
             .find(|o| *o as u32 == code)

@@ -46,7 +46,7 @@ impl ShmProcessGroup {
     ///
     /// # Errors
     /// The errors of [every call](ProcessGroup).
-    pub fn meet(ring: Arc<Ring>) -> Result<Arc<dyn ProcessGroup>, CommError> {
+    pub fn upgrade(ring: Arc<Ring>) -> Result<Arc<dyn ProcessGroup>, CommError> {
         Ok(match Self::connect(&ring)? {
             Ok(group) => Arc::new(group),
             Err(reason) => {
@@ -274,7 +274,7 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
     /// The ranks of each new group share separate memory, if they can.
     fn split(&self, color: u32) -> Result<Arc<dyn ProcessGroup>, CommError> {
         self.announce(Call::empty(Operation::Split))?;
-        self.ring.split_with(color, ShmProcessGroup::meet)
+        self.ring.split_with(color, ShmProcessGroup::upgrade)
     }
 
     fn abort(&self, reason: &str) {

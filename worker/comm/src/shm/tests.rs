@@ -119,7 +119,7 @@ fn if_one_rank_cannot_open_the_memory_none_share_it() {
             ring.all_gather_bytes(b"").unwrap();
             ring.all_gather_bytes(why.as_bytes()).unwrap();
         } else {
-            let comm = ShmProcessGroup::meet(ring).unwrap();
+            let comm = ShmProcessGroup::upgrade(ring).unwrap();
             let reported = comm.shared_memory(1000).unwrap().unwrap_err();
             assert_eq!(reported, format!("rank 2: {why}"));
         }

@@ -17,7 +17,6 @@ impl Average {
         Self { weights: weights.to_vec(), running }
     }
 
-    /// `average = decay average + (1 - decay) value`.
     pub(super) fn update(&mut self, decay: f64, weights: &[f32], norms: &[Norm]) {
         sums::average(decay, &mut self.weights, weights);
         let values = norms.iter().flat_map(|norm| &norm.running);

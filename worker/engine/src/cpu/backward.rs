@@ -13,7 +13,7 @@ use super::{
 use crate::{
     EngineError,
     fuse::{Conv, FusedOp, Norm},
-    prologue::StepPart,
+    prepared_step::StepPart,
 };
 use std::{ops::Range, time::Instant};
 
@@ -37,7 +37,6 @@ impl Executor {
         Ok(())
     }
 
-    /// Indices of the weight and the bias of `name`.
     fn parameter_indices(&self, name: &str) -> [usize; 2] {
         ["weight", "bias"].map(|suffix| self.layout.index_of(&format!("{name}.{suffix}")))
     }
@@ -65,57 +64,9 @@ impl Executor {
         let second = parts.next();
         parts.for_each(|part| self.pool.add(&mut dy, part));
 
-        if let FusedOp::Norm(Norm { name, norm, input, shortcut, relu, output, .. }) = &op {
-            let parameters = self.parameter_indices(name);
-            let [gamma, beta] = parameters.map(|index| self.layout.parameters[index].of(&self.state.weights));
-            let affine = Affine { statistics: &self.current.statistics[*norm], gamma, beta };
-            let x = &self.current.activations[*input][..len(*input)];
-            let frozen = self.network.frozen_norm;
-            // Whether `dy` becomes the gradient of the ReLU's input, which includes `second` and which the shortcut receives.
-            let masks_dy = second.is_some() || shortcut.is_some();
-            let mask = match shortcut {
-                _ if !relu => Mask::None,
-                None => Mask::Input,
-                Some(_) => Mask::Output(&self.current.activations[*output][..len(*output)]),
-            };
-            // Frozen statistics do not depend on the input: dx = scale g, which is the formula with sums of zero and any number of
-            // values per channel.
-            let mut sums = vec![0.0; 2 * gamma.len()];
-            if !frozen || masks_dy {
-                let computed =
-                    batch_norm::backward_sums(x, affine, &mut dy, second.as_deref(), mask, masks_dy);
-                sums = if frozen { sums } else { computed };
-            }
-            let (dgamma, dbeta) = batch_norm::parameter_gradients(&sums, affine.statistics);
-            if self.config.sync_batch_norm && !frozen {
-                self.reducer.sum_statistics(&mut sums, network.axes(*input), &mut || self.state.advance())?;
-            }
-            let values_per_channel =
-                if frozen { 1.0 } else { self.statistics_count(*input, micro_batch.stat_pictures) };
-            if let Some(shortcut) = shortcut {
-                let mut dx = self.pool.alloc(len(*input));
-                batch_norm::backward_input(x, affine, &sums, values_per_channel, &dy, &mut dx);
-                self.gradient_parts[*input].push(dx);
-                self.gradient_parts[shortcut.tensor].push(dy);
-            } else {
-                batch_norm::backward_input_in_place(
-                    x,
-                    affine,
-                    &sums,
-                    values_per_channel,
-                    *relu && !masks_dy,
-                    &mut dy,
-                );
-                self.gradient_parts[*input].push(dy);
-            }
-            if let Some(second) = second {
-                self.pool.free(second);
-            }
-            self.add_sums(parameters[0], micro_batch, &dgamma);
-            self.add_sums(parameters[1], micro_batch, &dbeta);
-            return Ok(());
+        if let FusedOp::Norm(norm) = &op {
+            return self.norm_backward(norm, micro_batch, dy, second);
         }
-
         if let Some(second) = second {
             self.pool.add(&mut dy, second);
         }
@@ -275,6 +226,67 @@ impl Executor {
             }
         }
         self.pool.free(dy);
+        Ok(())
+    }
+
+    /// As [`Executor::op_backward`], for a batch norm and the operations fused with it. `dy` and `second` are the parts of the
+    /// gradient of its output.
+    fn norm_backward(
+        &mut self,
+        op: &Norm,
+        micro_batch: StepPart<'_>,
+        mut dy: Vec<f32>,
+        second: Option<Vec<f32>>,
+    ) -> Result<(), EngineError> {
+        let Norm { name, norm, input, shortcut, relu, output, .. } = op;
+        let input_len = self.value_count(*input);
+        let parameters = self.parameter_indices(name);
+        let [gamma, beta] = parameters.map(|index| self.layout.parameters[index].of(&self.state.weights));
+        let affine = Affine { statistics: &self.current.statistics[*norm], gamma, beta };
+        let x = &self.current.activations[*input][..input_len];
+        let frozen = self.network.frozen_norm;
+        // Whether `dy` becomes the gradient of the ReLU's input, which includes `second` and which the shortcut receives.
+        let masks_dy = second.is_some() || shortcut.is_some();
+        let mask = match shortcut {
+            _ if !relu => Mask::None,
+            None => Mask::Input,
+            Some(_) => Mask::Output(&self.current.activations[*output][..self.value_count(*output)]),
+        };
+        // Frozen statistics do not depend on the input: dx = scale g, which is the formula with sums of zero and any number of
+        // values per channel.
+        let mut sums = vec![0.0; 2 * gamma.len()];
+        if !frozen || masks_dy {
+            let computed = batch_norm::backward_sums(x, affine, &mut dy, second.as_deref(), mask, masks_dy);
+            sums = if frozen { sums } else { computed };
+        }
+        let (dgamma, dbeta) = batch_norm::parameter_gradients(&sums, affine.statistics);
+        if self.config.sync_batch_norm && !frozen {
+            self.reducer
+                .sum_statistics(&mut sums, self.network.axes(*input), &mut || self.state.advance())?;
+        }
+        let values_per_channel =
+            if frozen { 1.0 } else { self.statistics_count(*input, micro_batch.stat_pictures) };
+        if let Some(shortcut) = shortcut {
+            let mut dx = self.pool.alloc(input_len);
+            batch_norm::backward_input(x, affine, &sums, values_per_channel, &dy, &mut dx);
+            self.gradient_parts[*input].push(dx);
+            self.gradient_parts[shortcut.tensor].push(dy);
+        } else {
+            batch_norm::backward_input_in_place(
+                x,
+                affine,
+                &sums,
+                values_per_channel,
+                *relu && !masks_dy,
+                &mut dy,
+            );
+            self.gradient_parts[*input].push(dy);
+        }
+        if let Some(second) = second {
+            self.pool.free(second);
+        }
+        self.add_sums(parameters[0], micro_batch, &dgamma);
+        self.add_sums(parameters[1], micro_batch, &dbeta);
         Ok(())
     }
 }

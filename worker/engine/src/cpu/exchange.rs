@@ -176,8 +176,16 @@ mod tests {
         on_connected_ranks(RANKS as u32, timeout, |_, ring| work(Group::of_all_ranks(ring)))
     }
 
-    /// The sums over ranks of <A x, g> and of <x, A^T g> are equal: the backward pass is the transpose of the forward pass. One rank has
-    /// no picture.
+    fn product(a: &[f32], b: &[f32]) -> f64 {
+        a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+    }
+
+    /// The backward pass is the transpose of the forward pass A if the sums over ranks of <A x, g> and of <x, A^T g> are equal.
+    fn assert_transposed(case: &str, [forward, backward]: [f64; 2]) {
+        assert!((forward - backward).abs() < 1e-5 * forward.abs().max(1.0), "{case}: {forward} {backward}");
+    }
+
+    /// One rank has no picture.
     #[test]
     fn the_backward_pass_of_each_redistribution_is_its_transpose() {
         let (pixels, channels) = (4, 7);
@@ -199,22 +207,15 @@ mod tests {
                     pictures.redistribute(&group, (from, to), shape, &x, &mut y).unwrap();
                     let back = [to, from].map(Placement::of_gradient);
                     pictures.redistribute(&group, (&back[0], &back[1]), shape, &gradient, &mut dx).unwrap();
-                    let product = |a: &[f32], b: &[f32]| -> f64 {
-                        a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
-                    };
                     products.push([product(&y, &gradient), product(&x, &dx)]);
                 }
             }
             products
         });
         for case in 0..products[0].len() {
-            let [forward, backward] =
-                [0, 1].map(|side| products.iter().map(|rank| rank[case][side]).sum::<f64>());
-            assert!(
-                (forward - backward).abs() < 1e-5 * forward.abs().max(1.0),
-                "{case}: {forward} {backward}"
-            );
-            assert!(forward != 0.0);
+            let sums = [0, 1].map(|side| products.iter().map(|rank| rank[case][side]).sum::<f64>());
+            assert_transposed(&format!("case {case}"), sums);
+            assert!(sums[0] != 0.0);
         }
     }
 
@@ -253,12 +254,10 @@ mod tests {
                 let (mut y, mut dx) = (vec![9.0; gradient.len()], vec![9.0; x.len()]);
                 exchange(&group, (&own, &reached), &x, &mut y).unwrap();
                 exchange(&group, (&reached, &own), &gradient, &mut dx).unwrap();
-                let product =
-                    |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a * b)).sum::<f64>();
                 [product(&y, &gradient), product(&x, &dx)]
             });
-            let [forward, backward] = [0, 1].map(|side| products.iter().map(|rank| rank[side]).sum::<f64>());
-            assert!((forward - backward).abs() < 1e-5 * forward.abs().max(1.0), "{forward} {backward}");
+            let sums = [0, 1].map(|side| products.iter().map(|rank| rank[side]).sum::<f64>());
+            assert_transposed(&format!("windows of {kernel} rows"), sums);
         }
     }
 }

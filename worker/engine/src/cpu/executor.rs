@@ -18,7 +18,7 @@ use crate::{
     loss::Order,
     net::{Axes, Network, Placement, TensorId},
     plan::{self, Pass, Plan},
-    prologue::{Prologue, StepPart},
+    prepared_step::{PreparedStep, StepPart},
 };
 use lockstep_comm::{ProcessGroup, SingleRank};
 use lockstep_data::loader::Batch;
@@ -102,7 +102,6 @@ pub(super) struct Executor {
     /// Running means and variances before the current step, whose forward passes change them. `None` outside a step, and
     /// for a single rank.
     running_before: Option<Vec<[Vec<f32>; 2]>>,
-    /// The current micro-batch.
     pub(super) current: MicroBatchState,
     /// Micro-batches between their forward and backward passes, except the current one.
     pub(super) in_flight: Vec<MicroBatchState>,
@@ -151,11 +150,7 @@ impl Executor {
         });
         let state =
             State::new(&layout, has_f64_gradients, config.optimizer, memory_group, model_group, sharding)?;
-        let reducer = match &groups {
-            None => Reducer::new(comm, state.memory.as_ref(), state.is_sharded()),
-            Some(groups) => Reducer::over(groups, state.is_sharded()),
-        };
-        let reducer = reducer
+        let reducer = Reducer::new(comm, groups.as_ref(), state.memory.as_ref(), state.is_sharded())
             .map_err(|e| EngineError::Parameters(format!("cannot start the communication thread: {e}")))?;
         let statistics = |norm: &Norm| Statistics::from_running(&norm.running[0], &norm.running[1]);
         let current = MicroBatchState {
@@ -222,7 +217,8 @@ impl Executor {
 
     /// One optimizer step; see [`crate::Engine::train_step`].
     pub(super) fn train_step(&mut self, batches: &[Batch], lr: f32) -> Result<StepResult, EngineError> {
-        let Prologue { parts, gradient_scale } = Prologue::of(batches, &self.config, self.data_ranks)?;
+        let PreparedStep { parts, gradient_scale } =
+            PreparedStep::of(batches, &self.config, self.data_ranks)?;
         if parts.is_empty() {
             return Ok(StepResult::default());
         }
@@ -262,7 +258,7 @@ impl Executor {
         if let Some(groups) = &self.groups {
             groups.stage.all_reduce((&mut sums).into())?;
         }
-        let waited = self.reducer.take_waited();
+        let waited = std::mem::take(&mut self.reducer.waited);
         let axis_secs = self.groups.as_ref().map(|groups| groups.take_waited(&waited));
         let [square_sum, loss_sum, correct] = sums;
         let samples: usize = batches.iter().map(|b| b.labels.len()).sum();
@@ -406,7 +402,7 @@ impl Executor {
             (0..self.layout.buckets.len()).for_each(|bucket| self.state.complete(bucket));
         }
         let (square_sum, waited) = self.state.finish()?;
-        self.reducer.add_waited(Axes { model: true, height: true }, waited);
+        self.reducer.waited.add(Axes { model: true, height: true }, waited);
         Ok(square_sum)
     }
 

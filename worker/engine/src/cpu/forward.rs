@@ -256,7 +256,6 @@ impl Executor {
 /// Maximum number of rows by which a window reaches above a picture.
 const ABOVE: isize = 1 << 16;
 
-/// A max pooling of `network`.
 pub(super) fn max_pool(
     network: &Network,
     [input, output]: [TensorId; 2],

@@ -11,7 +11,7 @@
 //! same number of ranks has the same bits, but another number of ranks has other bits.
 
 use super::{conv::Scratch, executor::Executor, reduce::Bucket};
-use crate::prologue::StepPart;
+use crate::prepared_step::StepPart;
 use lockstep_kernels::sums;
 use rayon::prelude::*;
 use std::ops::Range;

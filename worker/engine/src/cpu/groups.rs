@@ -139,9 +139,6 @@ impl Groups {
     }
 
     /// Collective over all ranks of the mesh: creates the groups.
-    ///
-    /// # Errors
-    /// Ranks cannot connect.
     pub(super) fn split(mesh: Mesh, all: &dyn ProcessGroup) -> Result<Self, CommError> {
         // The group of the ranks with the same `color` (as in MPI_Comm_split).
         let split_by = |color: &dyn Fn(usize) -> usize| -> Result<Group, CommError> {

@@ -28,10 +28,8 @@ pub(super) struct ParameterPlace {
     /// Range in the flat buffer.
     pub(super) range: Range<usize>,
     pub(super) bucket: usize,
-    /// Range in the bucket.
     pub(super) in_bucket: Range<usize>,
     pub(super) kind: ParameterKind,
-    /// Whether the parameter is not trained.
     pub(super) is_frozen: bool,
     /// Whether a model group splits the parameter.
     pub(super) is_split: bool,

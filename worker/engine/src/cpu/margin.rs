@@ -28,7 +28,6 @@ impl UnitRows {
         Self { rows, lengths, width }
     }
 
-    /// The values of a range of rows.
     pub(super) fn slice(&self, rows: Range<usize>) -> &[f32] {
         &self.rows[rows.start * self.width..rows.end * self.width]
     }

@@ -48,14 +48,9 @@ use lockstep_protocol::{numbers::plural, spec::Precision};
 use std::{sync::Arc, time::Duration};
 
 /// Fusion on CPUs: memory bandwidth limits cores, so batch norm, addition and ReLU are one pass.
-const CAPABILITIES: Capabilities = Capabilities {
-    norm_add_relu: true,
-    shortcut_norm: false,
-    norm_max_pool: false,
-    norm_average_pool: false,
-    one_sum_buffer: false,
-    wgmma: false,
-};
+fn capabilities() -> Capabilities {
+    Capabilities { norm_add_relu: true, ..Capabilities::default() }
+}
 
 /// Builds the engine of one rank. `initial` has the tensors of the whole `network`. `format` is the format of the convolutions.
 pub(super) fn build(
@@ -72,7 +67,7 @@ pub(super) fn build(
         // Chosen once, so that networks for all image sizes have the same cuts. `Executor::new` reports errors in the plan.
         plan.cuts = plan::cuts(&network, plan.mesh.stage).unwrap_or_default();
     }
-    let mut executor = Executor::new(network.clone(), &plan, config, &comm, CAPABILITIES)?;
+    let mut executor = Executor::new(network.clone(), &plan, config, &comm, capabilities())?;
     executor.scratch = conv::Scratch::new(format);
     let networks = vec![network.clone()];
     let initial = PartOf::new(initial, &network, &executor.network)?;

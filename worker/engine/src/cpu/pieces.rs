@@ -14,7 +14,6 @@ pub(super) struct Piece {
     pub(super) bucket: usize,
     /// Range in the flat buffer.
     pub(super) range: Range<usize>,
-    /// Range in the bucket.
     pub(super) in_bucket: Range<usize>,
     /// Range in the optimizer's slots, which hold only this rank's pieces.
     pub(super) in_slots: Range<usize>,

@@ -18,7 +18,7 @@ use lockstep_comm::{
 use std::{
     io,
     sync::{Arc, mpsc},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 /// Gradients of some parameters, before or after their sum over the ranks.
@@ -54,39 +54,33 @@ struct Thread {
 /// Sums values over the ranks and measures this rank's waiting time.
 pub(super) struct Reducer {
     transport: Transport,
-    waited: TimesByAxes,
+    /// Waiting time in the current step.
+    pub(super) waited: TimesByAxes,
 }
 
 impl Reducer {
-    /// `memory`: shared memory that holds all ranks' gradients, if there is one. `is_sharded`: a rank needs only its own part of a
-    /// bucket.
+    /// `groups`: the groups of ranks that share copies of the network, if there are any. `memory`: shared memory that holds all
+    /// ranks' gradients, if there is one. `is_sharded`: a rank needs only its own part of a bucket.
     pub(super) fn new(
         comm: &Arc<dyn ProcessGroup>,
+        groups: Option<&Groups>,
         memory: Option<&SharedMemory>,
         is_sharded: bool,
     ) -> io::Result<Self> {
-        let transport = match memory {
+        let over = |gradients, statistics| -> io::Result<Transport> {
+            Ok(Transport::Group { thread: Thread::start(is_sharded)?, gradients, statistics })
+        };
+        let transport = match (groups, memory) {
+            (Some(groups), _) => over(groups.gradients.clone(), groups.statistics.clone())?,
             _ if comm.size() == 1 => Transport::SingleRank,
-            Some(memory) => Transport::Shared(memory.clone()),
-            None => {
-                let concurrent = comm.concurrent_group();
-                let concurrent = concurrent.ok_or_else(|| {
+            (None, Some(memory)) => Transport::Shared(memory.clone()),
+            (None, None) => {
+                let concurrent = comm.concurrent_group().ok_or_else(|| {
                     io::Error::other("the ranks have no concurrent group; this is a bug in Lockstep")
                 })?;
-                Transport::Group {
-                    thread: Thread::start(is_sharded)?,
-                    gradients: ByAxes::uniform(comm.clone()),
-                    statistics: ByAxes::uniform(concurrent),
-                }
+                over(ByAxes::uniform(comm.clone()), ByAxes::uniform(concurrent))?
             }
         };
-        Ok(Self { transport, waited: TimesByAxes::default() })
-    }
-
-    /// For a plan with one group for each set of axes.
-    pub(super) fn over(groups: &Groups, is_sharded: bool) -> io::Result<Self> {
-        let (gradients, statistics) = (groups.gradients.clone(), groups.statistics.clone());
-        let transport = Transport::Group { thread: Thread::start(is_sharded)?, gradients, statistics };
         Ok(Self { transport, waited: TimesByAxes::default() })
     }
 
@@ -125,25 +119,12 @@ impl Reducer {
     }
 
     /// Waits for the oldest started bucket, which is summed over all ranks along `data` and `axes`, and returns its sum.
-    ///
-    /// # Errors
-    /// As for [`ProcessGroup::all_reduce`]; no bucket was started.
     pub(super) fn finish_bucket(&mut self, axes: Axes) -> Result<Bucket, CommError> {
         let Transport::Group { thread, .. } = &self.transport else { return Err(thread_ended()) };
         let start = Instant::now();
         let answer = thread.buckets.recv().map_err(|_| thread_ended())?;
         self.waited.add(axes, start.elapsed());
         answer
-    }
-
-    /// Adds waiting time that was measured elsewhere, for sums along `data` and `axes`.
-    pub(super) fn add_waited(&mut self, axes: Axes, waited: Duration) {
-        self.waited.add(axes, waited);
-    }
-
-    /// Waiting time since the last call.
-    pub(super) fn take_waited(&mut self) -> TimesByAxes {
-        std::mem::take(&mut self.waited)
     }
 }
 

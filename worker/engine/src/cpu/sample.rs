@@ -5,7 +5,6 @@ use crate::loss::Margin;
 use lockstep_kernels::linear;
 use std::{borrow::Cow, ops::Range, sync::Arc};
 
-/// The sampled classes of this rank.
 #[derive(Debug)]
 pub(super) struct Sample {
     /// Indices of the sampled classes among this rank's classes, ascending.

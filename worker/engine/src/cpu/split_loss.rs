@@ -52,7 +52,6 @@ impl Classes<'_> {
         self.sample.map_or(self.own.len(), |sample| sample.rows.len())
     }
 
-    /// The class of the logit at `position`.
     fn class(&self, position: usize) -> usize {
         self.own.start + self.sample.map_or(position, |sample| sample.rows[position] as usize)
     }

@@ -5,8 +5,8 @@
 //! and updates the weights. So no gradient is sent, each weight is updated once instead of once per rank, and a rank that waits for
 //! another one does useful work. The result does not depend on which thread updates a piece.
 //!
-//! No thread reads a weight while another thread may write it: a rank completes a bucket after its last use of the bucket's weights
-//! in a step, pieces are updated only after all ranks have completed the bucket, and the next step begins only after all pieces are
+//! No thread reads a weight while another thread may write it. A rank completes a bucket after its last use of the bucket's weights
+//! in a step. Pieces are updated only after all ranks have completed the bucket. The next step begins only after all pieces are
 //! done. Without shared memory (a single rank, or ranks of several machines, whose gradients are all-reduced) this process updates
 //! all pieces itself.
 
@@ -51,11 +51,8 @@ struct Counts {
     tasks_taken: AtomicU64,
     /// Tasks that are done; used only in rank 0's line.
     tasks_done: AtomicU64,
-    /// Buckets that this rank has completed.
     completed_buckets: AtomicU64,
-    /// Tasks that this rank has taken.
     own_tasks_taken: AtomicU64,
-    /// Tasks that this rank has done.
     own_tasks_done: AtomicU64,
 }
 
@@ -93,7 +90,6 @@ pub(super) struct State {
     policies: Vec<ParameterPolicy>,
     /// By parameter: the layout of its filters if Muon orthogonalises them.
     filters: Vec<Option<ConvShape>>,
-    /// By parameter: the range of its pieces.
     parameter_pieces: Vec<Range<usize>>,
     pieces: Vec<Piece>,
     tasks: Vec<Task>,
@@ -101,7 +97,6 @@ pub(super) struct State {
     open_tasks: usize,
     /// The ranks that have the other parts of split parameters.
     model_group: Option<Group>,
-    /// Indices of split parameters.
     split_parameters: Vec<usize>,
     /// Set if ranks divide the optimizer's state.
     sharding: Option<Sharding>,
@@ -112,9 +107,6 @@ pub(super) struct State {
 impl State {
     /// State filled with zeros. `model_group`: the ranks that have other parts of split parameters. `sharding`: how ranks divide the
     /// optimizer's state if they do not share memory.
-    ///
-    /// # Errors
-    /// Another rank is gone.
     pub(super) fn new(
         layout: &Layout,
         has_f64_gradients: bool,
@@ -281,9 +273,6 @@ impl State {
 
     /// Runs tasks until all ranks' updates are done. Returns the sum of squares of the reduced gradient, and the time spent
     /// waiting without work.
-    ///
-    /// # Errors
-    /// Another rank is gone.
     pub(super) fn finish(&mut self) -> Result<(f64, Duration), CommError> {
         let all_tasks = (self.steps + 1) * self.tasks.len() as u64;
         let is_done = || self.counts[0].tasks_done.load(Ordering::Acquire) >= all_tasks;
@@ -369,6 +358,8 @@ impl State {
         true
     }
 
+    /// Does `work` on the piece at `index`.
+    ///
     /// # Safety
     /// No other thread uses this piece of weights, optimizer state and gradients during the call.
     unsafe fn run_piece(&self, index: usize, work: Work) {

@@ -45,8 +45,8 @@ impl Engine for CudaEngine {
         self.device.bind()?;
         let (height, stages) = (self.plan.mesh.height as u32, self.plan.mesh.stage as u32);
         let ranks_with_different_pictures = self.comm.size() / (height * stages);
-        let Prologue { parts, gradient_scale } =
-            Prologue::of(micro_batches, &self.config, ranks_with_different_pictures)?;
+        let PreparedStep { parts, gradient_scale } =
+            PreparedStep::of(micro_batches, &self.config, ranks_with_different_pictures)?;
         // The `height` ranks that share the rows of their pictures compute the same loss, and gradients are summed over all ranks.
         let gradient_scale = gradient_scale / f64::from(height);
         if parts.is_empty() {

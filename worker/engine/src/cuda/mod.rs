@@ -40,7 +40,7 @@ use groups::Groups;
 use super::{
     DeviceConfig, Engine, EngineConfig, EngineError, EvalResult, LayerTime, LossScaling, NamedTensors,
     OptimizerState, StepResult, check, finite, plan,
-    prologue::{Prologue, StepPart},
+    prepared_step::{PreparedStep, StepPart},
     thread_pool, unknown_size,
 };
 use crate::{check::PartOf, net::Network, plan::Plan};

@@ -111,7 +111,7 @@ impl Reducer {
                         let table = Table {
                             rank: comm.rank(),
                             world: comm.size(),
-                            data: peers.data,
+                            data: peers.addresses,
                             abort: abort_flag.device,
                         };
                         buffers.insert(Region::PeerTable, device.upload(&[table])?);

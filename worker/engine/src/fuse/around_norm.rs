@@ -138,7 +138,6 @@ impl Fusion<'_> {
         }
     }
 
-    /// Fuses the waiting batch norm at `index` with its addition of `shortcut`.
     fn fuse_addition(&mut self, index: usize, shortcut: TensorId, output: TensorId) {
         let norm = self.waiting.swap_remove(index);
         let deferred = if self.capabilities.shortcut_norm { self.defer(shortcut) } else { None };

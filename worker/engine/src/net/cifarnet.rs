@@ -6,11 +6,11 @@
 //! convolution, one per input channel, begin as the identity (dirac initialisation).
 //!
 //! Differences: the paper divides the logits by the number of features, which here is part of the initial weights of the linear
-//! layer; the linear layer has a bias, which begins at 0; batch norm's epsilon is 1e-5, as in all networks here.
+//! layer. The linear layer has a bias, which begins at 0. Batch norm's epsilon is 1e-5, as in all networks here.
 
 use super::{
     Network, Parameter, Role,
-    draw::Draw,
+    init::Draw,
     whitening::{KERNEL, WHITENED},
 };
 use lockstep_kernels::{batch_norm::MOMENTUM, draws::uniform};
@@ -22,10 +22,7 @@ const WIDTHS: [usize; 3] = [64, 256, 256];
 /// Sizes of pictures with which 1 to 15 rows remain for the last pooling.
 const SIDES: RangeInclusive<usize> = 9..=128;
 
-/// Builds the network for square inputs of `image_size` pixels.
-///
-/// # Errors
-/// The image is too small or too large. The error is a sentence.
+/// See [`super::build`].
 pub(super) fn build(
     model: &ModelSpec,
     image_size: usize,

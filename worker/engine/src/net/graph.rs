@@ -46,58 +46,52 @@ pub enum Op {
 }
 
 impl Op {
+    /// The activations that this operation reads (two for an addition), and the activation that it produces.
+    fn tensors(&self) -> (TensorId, Option<TensorId>, TensorId) {
+        match *self {
+            Op::Add { branch, shortcut, output } => (branch, Some(shortcut), output),
+            Op::Conv { input, output, .. }
+            | Op::BatchNorm { input, output, .. }
+            | Op::Relu { input, output }
+            | Op::Gelu { input, output, .. }
+            | Op::MaxPool { input, output, .. }
+            | Op::GlobalAveragePool { input, output }
+            | Op::Linear { input, output, .. }
+            | Op::Redistribute { input, output }
+            | Op::Halo { input, output, .. }
+            | Op::MeanOfRows { input, output } => (input, None, output),
+        }
+    }
+
     /// The activation that this operation produces.
     pub fn output(&self) -> TensorId {
-        match *self {
-            Op::Conv { output, .. }
-            | Op::BatchNorm { output, .. }
-            | Op::Relu { output, .. }
-            | Op::Gelu { output, .. }
-            | Op::Add { output, .. }
-            | Op::MaxPool { output, .. }
-            | Op::GlobalAveragePool { output, .. }
-            | Op::Linear { output, .. }
-            | Op::Redistribute { output, .. }
-            | Op::Halo { output, .. }
-            | Op::MeanOfRows { output, .. } => output,
-        }
+        self.tensors().2
     }
 
     /// The activations that this operation reads.
     pub fn inputs(&self) -> Vec<TensorId> {
-        match *self {
-            Op::Add { branch, shortcut, .. } => vec![branch, shortcut],
-            Op::Conv { input, .. }
-            | Op::BatchNorm { input, .. }
-            | Op::Relu { input, .. }
-            | Op::Gelu { input, .. }
-            | Op::MaxPool { input, .. }
-            | Op::GlobalAveragePool { input, .. }
-            | Op::Linear { input, .. }
-            | Op::Redistribute { input, .. }
-            | Op::Halo { input, .. }
-            | Op::MeanOfRows { input, .. } => vec![input],
-        }
+        let (input, second, _) = self.tensors();
+        std::iter::once(input).chain(second).collect()
     }
 
     /// The same operation on other activations.
     #[must_use]
-    pub fn on(&self, inputs: &[TensorId], output: TensorId) -> Self {
+    pub fn on(&self, new_inputs: &[TensorId], new_output: TensorId) -> Self {
         let mut op = self.clone();
         match &mut op {
-            Op::Add { branch, shortcut, output: op_output } => {
-                (*branch, *shortcut, *op_output) = (inputs[0], inputs[1], output);
+            Op::Add { branch, shortcut, output } => {
+                (*branch, *shortcut, *output) = (new_inputs[0], new_inputs[1], new_output);
             }
-            Op::Conv { input, output: op_output, .. }
-            | Op::BatchNorm { input, output: op_output, .. }
-            | Op::Relu { input, output: op_output }
-            | Op::Gelu { input, output: op_output, .. }
-            | Op::MaxPool { input, output: op_output, .. }
-            | Op::GlobalAveragePool { input, output: op_output }
-            | Op::Linear { input, output: op_output, .. }
-            | Op::Redistribute { input, output: op_output }
-            | Op::Halo { input, output: op_output, .. }
-            | Op::MeanOfRows { input, output: op_output } => (*input, *op_output) = (inputs[0], output),
+            Op::Conv { input, output, .. }
+            | Op::BatchNorm { input, output, .. }
+            | Op::Relu { input, output }
+            | Op::Gelu { input, output, .. }
+            | Op::MaxPool { input, output, .. }
+            | Op::GlobalAveragePool { input, output }
+            | Op::Linear { input, output, .. }
+            | Op::Redistribute { input, output }
+            | Op::Halo { input, output, .. }
+            | Op::MeanOfRows { input, output } => (*input, *output) = (new_inputs[0], new_output),
         }
         op
     }
@@ -141,12 +135,10 @@ pub struct Parameter {
 }
 
 impl Parameter {
-    /// Number of values.
     pub fn len(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Whether the parameter has no values.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -198,7 +190,6 @@ impl Network {
         }
     }
 
-    /// The input pictures.
     pub fn input(&self) -> TensorId {
         0
     }
@@ -403,24 +394,11 @@ impl Network {
         kernel: usize,
         stride: usize,
     ) -> TensorId {
-        self.grouped_conv(name, input, channels, kernel, stride, 1)
+        self.padded_conv(name, input, channels, (kernel, stride, kernel / 2), 1)
     }
 
-    /// As [`Network::conv`], in `groups` groups of channels. `groups` must divide the channels of input and output.
-    pub fn grouped_conv(
-        &mut self,
-        name: impl Into<String>,
-        input: TensorId,
-        channels: usize,
-        kernel: usize,
-        stride: usize,
-        groups: usize,
-    ) -> TensorId {
-        self.padded_conv(name, input, channels, (kernel, stride, kernel / 2), groups)
-    }
-
-    /// Appends a convolution with any padding.
-    pub(super) fn padded_conv(
+    /// Appends a convolution with any padding, in `groups` groups of channels. `groups` must divide the channels of input and output.
+    pub fn padded_conv(
         &mut self,
         name: impl Into<String>,
         input: TensorId,
@@ -438,13 +416,11 @@ impl Network {
         self.push(shape, |output| Op::Conv { name, input, output, kernel, stride, padding, groups })
     }
 
-    /// Appends a batch norm.
     pub fn batch_norm(&mut self, name: impl Into<String>, input: TensorId) -> TensorId {
         let name = name.into();
         self.push(self.tensors[input], |output| Op::BatchNorm { name, input, output })
     }
 
-    /// Appends a ReLU.
     pub fn relu(&mut self, input: TensorId) -> TensorId {
         self.push(self.tensors[input], |output| Op::Relu { input, output })
     }
@@ -478,13 +454,11 @@ impl Network {
         self.push(shape, |output| Op::MaxPool { input, output, kernel, stride, padding })
     }
 
-    /// Appends a mean over all pixels.
     pub fn global_average_pool(&mut self, input: TensorId) -> TensorId {
         let shape = TensorShape { height: 1, width: 1, channels: self.tensors[input].channels };
         self.push(shape, |output| Op::GlobalAveragePool { input, output })
     }
 
-    /// Appends a linear layer.
     pub fn linear(&mut self, name: impl Into<String>, input: TensorId, outputs: usize) -> TensorId {
         let (name, shape) = (name.into(), TensorShape { height: 1, width: 1, channels: outputs });
         self.push(shape, |output| Op::Linear { name, input, output })

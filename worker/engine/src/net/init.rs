@@ -2,11 +2,33 @@
 //!
 //! A value depends only on (seed, parameter name, index).
 
-use super::{Network, Parameter, Role, cifarnet, draw::Draw};
+use super::{Network, Parameter, Role, cifarnet};
 use lockstep_host::tensors::{HostTensor, NamedTensors, TensorSource};
-use lockstep_kernels::draws::key;
+use lockstep_kernels::draws::{key, normal, uniform};
 use lockstep_protocol::spec::Arch;
 use std::collections::BTreeMap;
+
+/// The initial values of one parameter.
+pub(super) enum Draw {
+    Constant(f32),
+    /// Uniform from `-bound` to `bound`: (key of the random stream, bound).
+    Uniform(u64, f64),
+    /// Normal with mean 0: (key of the random stream, standard deviation).
+    Normal(u64, f64),
+    Given(Vec<f32>),
+}
+
+impl Draw {
+    /// Fills `to` with the values from index `from` on.
+    pub(super) fn fill(&self, from: usize, to: &mut [f32]) {
+        match self {
+            Self::Constant(value) => to.fill(*value),
+            Self::Uniform(key, bound) => uniform(*key, from, to, *bound),
+            Self::Normal(key, std) => normal(*key, from, to, *std),
+            Self::Given(values) => to.copy_from_slice(&values[from..from + to.len()]),
+        }
+    }
+}
 
 /// The initial parameters of a network. A value is drawn when an engine reads it, so a rank of a very wide network draws only the values
 /// that it keeps, and needs no memory for other values.

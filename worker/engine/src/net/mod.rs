@@ -2,7 +2,6 @@
 
 mod cifarnet;
 mod describe;
-mod draw;
 mod graph;
 pub mod init;
 mod memory;

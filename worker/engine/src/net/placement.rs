@@ -100,7 +100,6 @@ pub struct NetworkPart {
     pub rows: Vec<Option<Rows>>,
     /// Index of this rank's stage. The rank has no operation and no parameter of other stages.
     pub stage: usize,
-    /// Number of stages.
     pub stages: usize,
 }
 
@@ -168,14 +167,12 @@ impl Slice {
         self.range.len() == self.whole[self.dimension]
     }
 
-    /// Shape of the part.
     pub(crate) fn shape(&self) -> Vec<usize> {
         let mut shape = self.whole.clone();
         shape[self.dimension] = self.range.len();
         shape
     }
 
-    /// Number of values of the part.
     pub(crate) fn len(&self) -> usize {
         self.shape().iter().product()
     }

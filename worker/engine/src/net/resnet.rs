@@ -126,7 +126,8 @@ fn push_block(
     };
     let mut x = input;
     for (i, &(kernel, stride, channels, groups)) in convs.iter().enumerate() {
-        x = net.grouped_conv(format!("{name}.conv{}", i + 1), x, channels, kernel, stride, groups);
+        let window = (kernel, stride, kernel / 2);
+        x = net.padded_conv(format!("{name}.conv{}", i + 1), x, channels, window, groups);
         x = net.batch_norm(format!("{name}.bn{}", i + 1), x);
         if i + 1 < convs.len() {
             x = net.relu(x);

@@ -30,8 +30,8 @@ const BETWEEN_KERNELS_SECS: f64 = 18e-6;
 const REDUCTION_SLOWDOWN: f64 = 0.5;
 /// Number of messages of a send with its acknowledgement.
 const ACKNOWLEDGED: f64 = 2.0;
-/// How many times as many products a device's 7x7 convolution of the pictures has if ranks share rows: tensor cores then multiply 7x7
-/// pixels of eight channels. Otherwise pictures are folded to 16 channels, and the kernel has 4x4 pixels.
+/// Factor of the products of a device's 7x7 convolution of the pictures if ranks share rows: tensor cores then multiply 7x7 pixels of
+/// eight channels. Otherwise pictures are folded to 16 channels, and the kernel has 4x4 pixels.
 const UNFOLDED: f64 = (8.0 * 49.0) / (16.0 * 16.0);
 /// A pooling behind the exchange of rows is not fused with the batch norm before it, so the activation between them and its gradient
 /// are each written and read.
@@ -153,7 +153,7 @@ impl Machine {
 
 impl Rates {
     /// Computes rates from the `times` of `network`'s operations in a step of `pictures` pictures. Rates are scaled so
-    /// that the predicted step takes `step_secs`, including the update, with `state` values per weight in the
+    /// that the predicted step takes `step_secs`, including the update, with `state_per_weight` values of a weight in the
     /// optimizer.
     ///
     /// # Errors
@@ -162,7 +162,7 @@ impl Rates {
         network: &Network,
         pictures: f64,
         times: &[LayerTime],
-        (step_secs, state): (f64, f64),
+        (step_secs, state_per_weight): (f64, f64),
         value_bytes: u64,
     ) -> Result<Self, String> {
         let find = |time: &LayerTime| {
@@ -195,7 +195,7 @@ impl Rates {
         let bytes: f64 = network.ops.iter().map(|op| pictures * values_moved(network, op)).sum();
         let bytes_per_second = bytes * value_bytes as f64 / memory_secs;
         let parameters: f64 = network.ops.iter().map(|op| weights_of(network, op)).sum();
-        let update_secs = parameters * update_bytes(state) / bytes_per_second;
+        let update_secs = parameters * update_bytes(state_per_weight) / bytes_per_second;
         let secs = sums.values().map(|[_, secs]| secs).sum::<f64>() + memory_secs + update_secs;
         let scale = secs / step_secs;
         let rate = |[operations, secs]: &[f64; 2]| LinearRate {
@@ -223,7 +223,7 @@ impl Rates {
         network: &Network,
         pictures: f64,
         times: &[LayerTime],
-        (step_secs, state): (f64, f64),
+        (step_secs, state_per_weight): (f64, f64),
     ) {
         let (mut head_secs, mut product_secs) = (step_secs, 0.0);
         let (mut operations, mut weights) = (0.0, 0.0);
@@ -235,7 +235,8 @@ impl Rates {
                 weights += weights_of(network, op);
             } else {
                 head_secs -= self.secs(network, op, pictures);
-                head_secs -= weights_of(network, op) * update_bytes(state) / self.memory_bytes_per_second;
+                head_secs -=
+                    weights_of(network, op) * update_bytes(state_per_weight) / self.memory_bytes_per_second;
             }
         }
         // Nothing remains if the step was faster than predicted without the head. The step whose operations were timed may have
@@ -246,7 +247,8 @@ impl Rates {
                 pictures,
                 operations,
                 flops_per_second: operations / product_secs,
-                update_bytes_per_second: weights * update_bytes(state) / (head_secs - product_secs),
+                update_bytes_per_second: weights * update_bytes(state_per_weight)
+                    / (head_secs - product_secs),
             });
             self.linear.sort_by(|a, b| a.operations_per_picture().total_cmp(&b.operations_per_picture()));
         }
@@ -322,7 +324,7 @@ pub struct Workload {
     pub accumulate: u64,
     /// Number of values per weight that are kept besides the weight and its gradient: the optimizer's slots, and a
     /// moving average.
-    pub state: u64,
+    pub state_per_weight: u64,
     pub sync_batch_norm: bool,
 }
 
@@ -338,7 +340,6 @@ impl Workload {
 /// The cost of an operation on rank 0, which has the largest part.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OperatorCost {
-    /// The placement of the output.
     pub placement: Placement,
     /// Whether ranks share the rows of the output.
     pub shares_rows: bool,
@@ -439,7 +440,6 @@ struct Spent {
 }
 
 impl StageModel<'_> {
-    /// The cost of stage number `number`.
     fn cost(&self, number: usize) -> Stage {
         let Self { local, machine, work, plan, .. } = self;
         let (value_bytes, micro_batches) = (machine.rates.value_bytes as f64, work.accumulate.max(1) as f64);
@@ -492,7 +492,7 @@ impl StageModel<'_> {
                 }
                 // Ranks that share one copy of the weights, or that divide the optimizer's state, each update a part.
                 let parts = self.state_parts(output);
-                update_secs += weights / parts * update_bytes(work.state as f64)
+                update_secs += weights / parts * update_bytes(work.state_per_weight as f64)
                     / machine.rates.update_bytes_per_second(local, op);
             }
             reductions.push([BACKWARD * spent.compute, reduction_secs]);
@@ -502,7 +502,7 @@ impl StageModel<'_> {
                 Op::Linear { .. } => 2.0 * self.values(output) * WEIGHT_BYTES,
                 _ => 0.0,
             };
-            let state = weights * work.state as f64 / self.state_parts(output);
+            let state = weights * work.state_per_weight as f64 / self.state_parts(output);
             let gradients = if self.shares_memory() { weights / plan.mesh.ranks() as f64 } else { weights };
             // Devices that compute in 16 bits also have a copy of the weights in 16 bits.
             let copy_bytes = if value_bytes < WEIGHT_BYTES { value_bytes } else { 0.0 };
@@ -809,10 +809,9 @@ fn operations_of(network: &Network, op: &Op) -> f64 {
     2.0 * products * network.tensors[op.output()].pixels() as f64 * weights_of(network, op)
 }
 
-/// Bytes of the update of a weight: it reads the gradient, and reads and writes the weight and the weight's `state` values in the
-/// optimizer.
-fn update_bytes(state: f64) -> f64 {
-    WEIGHT_BYTES * (1.0 + 2.0 * (1.0 + state))
+/// Bytes of the update of a weight: it reads the gradient, and reads and writes the weight and its values in the optimizer.
+fn update_bytes(state_per_weight: f64) -> f64 {
+    WEIGHT_BYTES * (1.0 + 2.0 * (1.0 + state_per_weight))
 }
 
 #[cfg(test)]

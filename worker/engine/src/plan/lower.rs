@@ -80,9 +80,6 @@ pub fn part_of(network: &Arc<Network>, plan: &Plan, rank: u32) -> Result<Arc<Net
 const MAX_NAMES: usize = 10;
 
 /// Checks that [`lower()`] can apply `plan` to `network`.
-///
-/// # Errors
-/// As for [`lower()`].
 pub(super) fn check(network: &Network, plan: &Plan) -> Result<(), String> {
     let problems = problems(network, plan);
     if problems.is_empty() { Ok(()) } else { Err(problems.join("; ")) }

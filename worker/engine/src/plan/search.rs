@@ -1,6 +1,7 @@
 //! Searches for the fastest plan that fits in memory: every mesh of stages x data x height x model, each with the splits
 //! that a beam search finds. Meshes with both several stages and split operators are considered only if the job
 //! requests one of the two.
+//!
 //! Blocks of one group of layers are split alike (`layer3.*.conv1`), so even ResNet-152 has only 18 choices. The beam search
 //! decides one operator after another, and keeps the best partial plans for each split of the operator, because an operator that is split
 //! by `in` costs least after an operator that is split by `out`. A test compares the result with all plans of small networks.

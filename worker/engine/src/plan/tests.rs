@@ -37,7 +37,7 @@ fn resnet(arch: Arch, classes: usize) -> Network {
 }
 
 fn work(pictures: u64) -> Workload {
-    Workload { pictures, accumulate: 1, state: 1, sync_batch_norm: true }
+    Workload { pictures, accumulate: 1, state_per_weight: 1, sync_batch_norm: true }
 }
 
 fn best(network: &Network, ranks: usize, machine: &Machine, pictures: u64) -> Candidate {

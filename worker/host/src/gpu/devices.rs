@@ -18,7 +18,6 @@ const DEVICE_ORDER: &str = "CUDA_DEVICE_ORDER";
 /// Maximum number of NVLink connections of a GPU (an H200 has 18).
 const MAX_NVLINKS: u32 = 36;
 
-/// A GPU of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
     /// The index among all GPUs of this machine in the order of their PCI addresses, as in `nvidia-smi`.
@@ -52,7 +51,8 @@ pub struct Link {
 /// A sentence that says why the GPUs cannot be listed. If there is no driver, the list is empty.
 pub fn all(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
     if let Some(nvml) = libraries.get(Library::Nvml) {
-        let listed = Nvml::builder().lib_path(nvml.path.as_os_str()).init().and_then(|nvml| list(&nvml));
+        let listed =
+            Nvml::builder().lib_path(nvml.path.as_os_str()).init().and_then(|nvml| list_by_nvml(&nvml));
         match listed {
             Ok(gpus) => return Ok(gpus),
             // Reported by some machines on which the driver works nevertheless.
@@ -69,7 +69,7 @@ pub fn all(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
     }
 }
 
-fn list(nvml: &Nvml) -> Result<Vec<Gpu>, NvmlError> {
+fn list_by_nvml(nvml: &Nvml) -> Result<Vec<Gpu>, NvmlError> {
     let mut gpus = Vec::new();
     for index in 0..nvml.device_count()? {
         let device = match nvml.device_by_index(index) {

@@ -11,6 +11,7 @@ use sha2::{Digest, Sha256};
 use std::{
     ffi::{OsStr, OsString},
     fs, io,
+    mem::ManuallyDrop,
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
 };
@@ -41,7 +42,6 @@ pub enum Library {
     Nvml,
     /// Compiles Lockstep's kernels for the installed GPU, unless a package has installed them.
     Nvrtc,
-    /// Convolutions.
     Cudnn,
     /// Matrix products, which some of cuDNN's engines use.
     CublasLt,
@@ -130,7 +130,7 @@ impl Libraries {
         Self::find_in(&folders(&|name| std::env::var_os(name)), true)
     }
 
-    /// Searches `folders.setting`, the dynamic linker's own list (only if `asks_linker`), and `folders.usual`, in this order.
+    /// Searches `folders.configured`, the dynamic linker's own list (only if `asks_linker`), and `folders.usual`, in this order.
     fn find_in(folders: &Folders, asks_linker: bool) -> Self {
         let mut found = Vec::new();
         for which in Library::ALL {
@@ -141,7 +141,7 @@ impl Libraries {
                     Some(library(path, false))
                 };
                 let of_linker = || Some(library(asks_linker.then(|| path_of_linker(file)).flatten()?, true));
-                in_folders(&folders.setting).or_else(of_linker).or_else(|| in_folders(&folders.usual))
+                in_folders(&folders.configured).or_else(of_linker).or_else(|| in_folders(&folders.usual))
             });
             let copied = || match which {
                 Library::Nvjpeg => folders.copied_nvjpeg().map(|path| library(path, false)),
@@ -255,7 +255,7 @@ pub fn check_found(libraries: &Libraries, needed: &[Library]) -> Result<(), Stri
 /// A sentence that names the missing libraries and how to install them.
 pub fn check_loadable(needed: &[Library]) -> Result<(), String> {
     let absent = |which: &Library| {
-        // SAFETY: each call loads a library, as in `version`, and unloads it.
+        // SAFETY: each call loads a library, as `open` does, and unloads it.
         let present = unsafe {
             match which {
                 Library::Driver => cudarc::driver::sys::is_culib_present(),
@@ -285,10 +285,19 @@ pub fn check_loadable(needed: &[Library]) -> Result<(), String> {
     ))
 }
 
+/// Opens one of NVIDIA's libraries, which is never unloaded: unloading can crash.
+///
+/// # Errors
+/// The library cannot be loaded. The error is a sentence.
+pub fn open(path: &Path) -> Result<ManuallyDrop<Handle>, String> {
+    // SAFETY: the initialisers of NVIDIA's libraries have no preconditions.
+    let opened = unsafe { Handle::open(Some(path), RTLD_LAZY | RTLD_LOCAL) };
+    opened.map(ManuallyDrop::new).map_err(|e| format!("{} cannot be loaded: {e}", path.display()))
+}
+
 /// The path at which the dynamic linker finds `file`. `None` if it does not find it.
 fn path_of_linker(file: &str) -> Option<PathBuf> {
-    // SAFETY: as in `version`.
-    let handle = unsafe { Handle::open(Some(file), RTLD_LAZY | RTLD_LOCAL) }.ok()?;
+    open(Path::new(file)).ok()?;
     let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
     // A mapped file may be the target of a link, such as `libcuda.so.580.65` for `libcuda.so.1`.
     let stem = file.split(".so").next().unwrap_or(file);
@@ -301,6 +310,5 @@ fn path_of_linker(file: &str) -> Option<PathBuf> {
             name.strip_prefix(stem).is_some_and(|rest| rest.starts_with(".so"))
         })
         .map(Path::to_path_buf);
-    std::mem::forget(handle);
     Some(path.unwrap_or_else(|| PathBuf::from(file)))
 }

@@ -20,7 +20,7 @@ fn small_network() -> Arc<Network> {
     let relu = conv_norm_relu(&mut network, "conv1", input, [9, 3, 1]);
     let conv = network.conv("conv2", relu, 12, 5, 2);
     let relu = network.relu(conv);
-    let conv = network.grouped_conv("conv3", relu, 9, 3, 1, 3);
+    let conv = network.padded_conv("conv3", relu, 9, (3, 1, 1), 3);
     let average = network.global_average_pool(conv);
     network.linear("fc", average, 10);
     Arc::new(network)
@@ -35,9 +35,8 @@ fn losses_and_gradient(plan: &Plan, weights: &[NamedTensors]) -> (Vec<f32>, Name
         let config = EngineConfig { optimizer, ..config(per_rank) };
         let mut engine = build_cpu_with(network.clone(), &weights[0], config, comm.clone(), plan).unwrap();
         let distribution = Distribution::new(&network, plan, comm.as_ref()).unwrap();
-        let parts = |whole: &NamedTensors| {
-            distribution.scatter(Some(whole.clone()), distribution.parameters()).unwrap()
-        };
+        let parts =
+            |whole: &NamedTensors| distribution.scatter(Some(whole.clone()), distribution.shapes()).unwrap();
         let mut gradient = None;
         let mut steps = Vec::new();
         for weights in weights {

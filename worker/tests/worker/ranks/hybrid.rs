@@ -56,7 +56,7 @@ pub(super) fn grouped() -> Arc<Network> {
     let relu = conv_norm_relu(&mut network, "conv1", input, [12, 3, 1]);
     let pooled = network.max_pool(relu, 3, 2);
     let relu = conv_norm_relu(&mut network, "block.conv1", pooled, [15, 1, 1]);
-    let conv = network.grouped_conv("block.conv2", relu, 20, 3, 1, 5);
+    let conv = network.padded_conv("block.conv2", relu, 20, (3, 1, 1), 5);
     let norm = network.batch_norm("block.bn2", conv);
     let relu = network.relu(norm);
     let conv = network.conv("block.conv3", relu, 12, 1, 1);
@@ -439,7 +439,7 @@ fn random_networks_under_random_plans_train_as_one_rank() {
             let name = format!("conv{layer}");
             let groups = if layer > 0 { [1, 3, 6][draw(3)] } else { 1 };
             let (channels, kernel, stride) = (6 + 6 * draw(3), [1, 3, 5][draw(3)], 1 + draw(2));
-            x = network.grouped_conv(&name, x, channels, kernel, stride, groups);
+            x = network.padded_conv(&name, x, channels, (kernel, stride, kernel / 2), groups);
             let splits: &[Split] = if groups == 1 { &[Split::Out, Split::In] } else { &[Split::Groups] };
             pick(&name, if groups == 3 { &[] } else { splits }, draw(3));
             x = network.batch_norm(format!("bn{layer}"), x);

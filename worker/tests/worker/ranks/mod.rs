@@ -108,7 +108,7 @@ fn run_ranks<T: Send>(ranks: u32, has_shm: bool, body: impl Fn(Arc<dyn ProcessGr
         return vec![body(Arc::new(SingleRank))];
     }
     on_connected_ranks(ranks, TIMEOUT, |_, ring| {
-        body(if has_shm { ShmProcessGroup::meet(ring).unwrap() } else { ring })
+        body(if has_shm { ShmProcessGroup::upgrade(ring).unwrap() } else { ring })
     })
 }
 

@@ -5,9 +5,6 @@ use lockstep_comm::{CommError, ProcessGroup};
 
 impl State {
     /// Collective: makes the next step keep its reduced gradients, if there is enough memory.
-    ///
-    /// # Errors
-    /// Another rank is gone.
     pub(in crate::cpu) fn keep_gradients(&mut self, comm: &dyn ProcessGroup) -> Result<(), CommError> {
         let len = self.weights.len();
         if self.reduced.is_none() {
@@ -28,7 +25,6 @@ impl State {
         Ok(())
     }
 
-    /// The kept gradients.
     pub(in crate::cpu) fn reduced_gradients(&self) -> Option<&[f32]> {
         self.reduced.as_deref()
     }

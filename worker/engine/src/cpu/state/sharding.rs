@@ -117,9 +117,6 @@ impl State {
     }
 
     /// Collective: gathers optimizer slot `slot` from all ranks that divide it. `None` unless this rank `keeps` it.
-    ///
-    /// # Errors
-    /// Another rank is gone.
     pub(in crate::cpu) fn gather_slot(
         &self,
         slot: usize,

@@ -1,7 +1,7 @@
 //! Test of training in bfloat16.
 
 use super::resnet20;
-use crate::{cpu::build, net::init, plan::Plan, unfused};
+use crate::{cpu::build, fixtures, net::init, plan::Plan};
 use lockstep_comm::SingleRank;
 use lockstep_kernels::conv::Format;
 use lockstep_protocol::spec::Precision;
@@ -12,9 +12,9 @@ use std::sync::Arc;
 fn losses_in_bfloat16_stay_near_those_in_float32() {
     let network = resnet20(8);
     let initial = init::initial_parameters(&network, false, 1);
-    let batch = [unfused::batch(&network, 16)];
+    let batch = [fixtures::batch(&network, 16)];
     let losses = |format, precision| -> Vec<f32> {
-        let (config, plan) = (unfused::config(16), Plan::data(1));
+        let (config, plan) = (fixtures::config(16), Plan::data(1));
         let comm = Arc::new(SingleRank);
         let mut engine = build(network.clone(), &initial, config, comm, &plan, format).unwrap();
         assert_eq!(engine.precision(), precision);

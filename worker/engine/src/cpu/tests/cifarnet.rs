@@ -1,9 +1,8 @@
 //! Tests of Muon, and of a network with GELUs, a separate bias, and parameters that are not trained.
 
 use crate::{
-    Engine, EngineConfig, Optimizer, build_cpu,
+    Engine, EngineConfig, Optimizer, build_cpu, fixtures,
     net::{self, Network, init},
-    unfused,
 };
 use lockstep_comm::SingleRank;
 use lockstep_host::tensors::NamedTensors;
@@ -16,7 +15,7 @@ fn network() -> Arc<Network> {
 }
 
 fn engine(network: &Arc<Network>, initial: &NamedTensors, optimizer: Optimizer) -> Box<dyn Engine> {
-    let config = EngineConfig { optimizer, ..unfused::config(8) };
+    let config = EngineConfig { optimizer, ..fixtures::config(8) };
     build_cpu(network.clone(), initial, config, Arc::new(SingleRank)).unwrap()
 }
 
@@ -28,7 +27,7 @@ fn optimizers_change_only_trained_parameters_of_a_cifarnet() {
         let optimizer = Optimizer { kind, weight_decay: 0.1, ..Optimizer::default() };
         let mut engine = engine(&network, &initial, optimizer);
         for _ in 0..2 {
-            assert!(engine.train_step(&[unfused::batch(&network, 8)], 0.05).unwrap().is_finite());
+            assert!(engine.train_step(&[fixtures::batch(&network, 8)], 0.05).unwrap().is_finite());
         }
         let end = engine.parameters().unwrap();
         for parameter in network.parameters().iter().filter(|p| p.role.is_trained()) {
@@ -44,7 +43,7 @@ fn optimizers_change_only_trained_parameters_of_a_cifarnet() {
 fn the_gradient_of_a_gelu_s_bias_is_the_slope_of_the_loss() {
     let network = network();
     let initial = init::initial_parameters(&network, false, 1);
-    let batch = [unfused::batch(&network, 8)];
+    let batch = [fixtures::batch(&network, 8)];
     let loss = |initial: &NamedTensors| {
         engine(&network, initial, Optimizer::default()).train_step(&batch, 0.0).unwrap().loss
     };

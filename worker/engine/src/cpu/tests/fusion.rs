@@ -2,21 +2,21 @@
 
 use super::resnet20;
 use crate::{
-    cpu::{CAPABILITIES, executor::Executor},
+    cpu::{capabilities, executor::Executor},
+    fixtures,
     fuse::Capabilities,
     net::Network,
     plan::Plan,
-    unfused,
 };
 use lockstep_comm::{ProcessGroup, SingleRank};
 use std::sync::Arc;
 
 /// The loss of a step and the gradients of all weights.
 fn step(network: &Arc<Network>, capabilities: Capabilities) -> (f32, Vec<(String, Vec<f32>)>) {
-    let (initial, batch) = (unfused::initial(network), unfused::batch(network, 8));
+    let (initial, batch) = (fixtures::initial(network), fixtures::batch(network, 8));
     let comm: Arc<dyn ProcessGroup> = Arc::new(SingleRank);
     let (network, plan) = (network.clone(), Plan::data(1));
-    let mut executor = Executor::new(network, &plan, unfused::config(8), &comm, capabilities).unwrap();
+    let mut executor = Executor::new(network, &plan, fixtures::config(8), &comm, capabilities).unwrap();
     executor.layout.import(None, &initial, &mut executor.state.weights);
     let result = executor.train_step(&[batch], 0.1).unwrap();
     let mut momentum = lockstep_host::tensors::NamedTensors::new();
@@ -26,9 +26,9 @@ fn step(network: &Arc<Network>, capabilities: Capabilities) -> (f32, Vec<(String
 
 #[test]
 fn unfused_and_fused_graphs_have_the_same_gradients() {
-    for network in unfused::networks().into_iter().chain([resnet20(12)]) {
+    for network in fixtures::networks().into_iter().chain([resnet20(12)]) {
         let [(fused_loss, fused), (loss, plain)] =
-            [CAPABILITIES, Capabilities::default()].map(|capabilities| step(&network, capabilities));
+            [capabilities(), Capabilities::default()].map(|capabilities| step(&network, capabilities));
         assert!((fused_loss - loss).abs() < 1e-5 * loss, "{}: loss {fused_loss}, not {loss}", network.arch);
         for ((name, fused), (_, plain)) in fused.iter().zip(&plain) {
             let norm = fused.iter().map(|v| v * v).sum::<f32>().sqrt();

@@ -1,7 +1,7 @@
-//! Tests of a step's kept gradients and layer times.
+//! Tests of [`Engine::keep_gradients`] and [`Engine::time_layers`].
 
 use super::resnet20;
-use crate::{Engine, EngineConfig, Optimizer, build_cpu, net::Network, unfused};
+use crate::{Engine, EngineConfig, Optimizer, build_cpu, fixtures, net::Network};
 use lockstep_comm::SingleRank;
 use lockstep_protocol::spec::OptimizerKind;
 use std::sync::Arc;
@@ -9,20 +9,20 @@ use std::sync::Arc;
 fn engine(kind: OptimizerKind, accumulate: usize) -> (Box<dyn Engine>, Arc<Network>) {
     let network = resnet20(12);
     let optimizer = Optimizer { kind, momentum: 0.0, weight_decay: 0.1, ..Optimizer::default() };
-    let config = EngineConfig { optimizer, accumulate, ..unfused::config(8) };
-    let initial = unfused::initial(&network);
+    let config = EngineConfig { optimizer, accumulate, ..fixtures::config(8) };
+    let initial = fixtures::initial(&network);
     (build_cpu(network.clone(), &initial, config, Arc::new(SingleRank)).unwrap(), network)
 }
 
 #[test]
-fn kept_gradients_are_those_of_the_loss_for_every_optimizer() {
+fn kept_gradients_exclude_weight_decay_for_every_optimizer() {
     let mut first = None;
     for kind in OptimizerKind::ALL {
         for accumulate in [1, 2] {
             let (mut engine, network) = engine(kind, accumulate);
             assert!(engine.gradients().unwrap().is_empty(), "{kind}: not requested");
             engine.keep_gradients().unwrap();
-            let batch = unfused::batch(&network, 8);
+            let batch = fixtures::batch(&network, 8);
             let result = engine.train_step(&vec![batch.clone(); accumulate], 0.01).unwrap();
             let gradients = engine.gradients().unwrap();
             let square: f64 = gradients.values().flat_map(|t| &t.values).map(|v| f64::from(*v).powi(2)).sum();
@@ -47,7 +47,7 @@ fn kept_gradients_are_those_of_the_loss_for_every_optimizer() {
 #[test]
 fn each_layer_of_a_timed_step_has_a_time() {
     let (mut engine, network) = engine(OptimizerKind::Momentum, 1);
-    let step = [unfused::batch(&network, 8)];
+    let step = [fixtures::batch(&network, 8)];
     engine.train_step(&step, 0.0).unwrap();
     assert!(engine.layer_times().is_empty(), "not requested");
     engine.time_layers();

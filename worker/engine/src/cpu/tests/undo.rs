@@ -1,7 +1,7 @@
 //! Tests of [`Engine::undo_unfinished_steps`]: after a lost rank interrupted a step, training continues with the same bits.
 
 use super::resnet20;
-use crate::{Engine, EngineConfig, Optimizer, StateDict, build_cpu, unfused};
+use crate::{Engine, EngineConfig, Optimizer, StateDict, build_cpu, fixtures};
 use lockstep_comm::{ProcessGroup, rendezvous::loopback::on_connected_ranks, ring::Ring};
 use lockstep_data::loader::Batch;
 use lockstep_protocol::spec::OptimizerKind;
@@ -52,11 +52,11 @@ fn on_two_ranks<T: Send>(kind: OptimizerKind, work: impl Fn(&mut Rank) -> T + Sy
         let config = EngineConfig {
             optimizer: Optimizer { kind, ..Optimizer::default() },
             accumulate: 2,
-            ..unfused::config(8)
+            ..fixtures::config(8)
         };
-        let initial = unfused::initial(&network);
+        let initial = fixtures::initial(&network);
         let batches = [8, 6]
-            .map(|pictures| Batch { global_samples: 2 * pictures, ..unfused::batch(&network, pictures) });
+            .map(|pictures| Batch { global_samples: 2 * pictures, ..fixtures::batch(&network, pictures) });
         let engine = build_cpu(network, &initial, config, ring.clone()).unwrap();
         work(&mut Rank { number: ring.rank(), ring, engine, batches })
     })

@@ -55,7 +55,7 @@ fn gpu_frozen_batch_norms_in_float32_match_the_cpu_engine() {
             compare(&network, &[32], Precision::Fp32, draw, [1e-4, 1e-2]);
         }
     }
-    for network in crate::unfused::networks() {
+    for network in crate::fixtures::networks() {
         let network = freeze_norms(&network);
         compare(&network, &[16], Precision::Fp32, 0, [1e-4, 1e-2]);
     }

@@ -38,7 +38,13 @@ pub(in crate::cuda) fn operations() -> Vec<Arc<Network>> {
         for (b, convolutions) in blocks.iter().enumerate() {
             let (mut branch, mut shortcut) = (x, x);
             for (i, &(kernel, stride, channels, groups)) in convolutions.iter().enumerate() {
-                branch = net.grouped_conv(format!("{b}.conv{i}"), branch, channels, kernel, stride, groups);
+                branch = net.padded_conv(
+                    format!("{b}.conv{i}"),
+                    branch,
+                    channels,
+                    (kernel, stride, kernel / 2),
+                    groups,
+                );
                 branch = net.batch_norm(format!("{b}.bn{i}"), branch);
                 if i + 1 < convolutions.len() {
                     branch = net.relu(branch);

@@ -10,7 +10,7 @@ use crate::{
         command::{Access, Command, StreamId, UPDATING},
         device::{Event, Pinned, Stream},
     },
-    prologue::Prologue,
+    prepared_step::PreparedStep,
 };
 use cudarc::driver::sys;
 use lockstep_protocol::spec::OptimizerKind;
@@ -97,7 +97,7 @@ impl Run {
     fn start_up_to(&mut self, is_gated: impl Fn(&Command) -> bool) -> Gate {
         let batches = self.next_batches();
         let engine = &mut self.engine;
-        let Prologue { parts, gradient_scale } = Prologue::of(&batches, &engine.config, 1).unwrap();
+        let PreparedStep { parts, gradient_scale } = PreparedStep::of(&batches, &engine.config, 1).unwrap();
         let [part] = parts[..] else { panic!("a step of one micro-batch") };
         let (phase, control) = engine.micro_batch(&part, gradient_scale, LR);
         let input = engine.send_pictures(phase, part.batch).unwrap();
@@ -236,7 +236,7 @@ fn gpu_steps_that_begin_after_a_rank_is_lost_and_parts_of_steps_change_nothing()
     // The first of two micro-batches has changed running statistics.
     let mut run = fresh();
     let batches = run.next_batches();
-    let Prologue { parts, gradient_scale } = Prologue::of(&batches, &run.engine.config, 1).unwrap();
+    let PreparedStep { parts, gradient_scale } = PreparedStep::of(&batches, &run.engine.config, 1).unwrap();
     let (phase, control) = run.engine.micro_batch(&parts[0], gradient_scale, LR);
     assert!(matches!(phase, Phase::Train(MicroBatch { is_first: true, is_last: false, .. })));
     run.engine.run(phase, control, parts[0].batch).unwrap();

@@ -297,7 +297,7 @@ fn grouped_network(classes: usize) -> Arc<Network> {
     let x = net.conv("conv2", shortcut, 48, 3, 2);
     let x = net.batch_norm("bn2", x);
     let x = net.relu(x);
-    let x = net.grouped_conv("conv3", x, 48, 3, 1, 3);
+    let x = net.padded_conv("conv3", x, 48, (3, 1, 1), 3);
     let x = net.conv("conv4", x, 48, 1, 1);
     let x = net.conv("conv5", x, 48, 1, 1);
     let branch = net.batch_norm("bn5", x);
@@ -411,8 +411,8 @@ fn check_continuation(case: Case) {
         let (network, mut own) = (case.network(), engine.own_state().unwrap());
         let distribution = Distribution::new(&network, &case.plan(), comm.as_ref()).unwrap();
         let saved = own.clone();
-        own.parameters = distribution.scatter(parameters, distribution.parameters()).unwrap();
-        let shapes = distribution.slots(&case.config(PER_RANK).optimizer);
+        own.parameters = distribution.scatter(parameters, distribution.shapes()).unwrap();
+        let shapes = distribution.slot_shapes(&case.config(PER_RANK).optimizer);
         own.optimizer.as_mut().unwrap().slots = distribution.scatter(slots, shapes).unwrap();
         assert!(own == saved, "the loaded state differs from the saved state");
         let next = case.step(1, Some(rank));

@@ -1,16 +1,16 @@
 //! Compares networks whose operations cannot be fused (`unfused.rs`) with the CPU engine and with PyTorch.
 
 use super::*;
-use crate::unfused::{self, Tolerance, check_against_pytorch};
+use crate::fixtures::{self, Tolerance, check_against_pytorch};
 
 fn compare(precision: Precision, micro_batches: usize) -> Vec<(String, f64, f64)> {
     let mut differences = Vec::new();
-    for network in unfused::networks() {
-        let initial = unfused::initial(&network);
-        let config = EngineConfig { accumulate: micro_batches, ..unfused::config(16) };
+    for network in fixtures::networks() {
+        let initial = fixtures::initial(&network);
+        let config = EngineConfig { accumulate: micro_batches, ..fixtures::config(16) };
         // The last micro-batch is ragged, so the engine pads it.
         let step: Vec<Batch> = (0..micro_batches)
-            .map(|number| unfused::batch(&network, if number + 1 == micro_batches { 11 } else { 16 }))
+            .map(|number| fixtures::batch(&network, if number + 1 == micro_batches { 11 } else { 16 }))
             .collect();
         let mut cpu = cpu_from(&initial, &network, &config);
         let gpu = DeviceConfig { precision, ..deterministic() };

@@ -10,8 +10,8 @@ use std::{
 /// Folders to search, in the order of the fields.
 #[derive(Debug, Default)]
 pub(super) struct Folders {
-    /// Folders of the setting, searched before the dynamic linker's own list.
-    pub(super) setting: Vec<PathBuf>,
+    /// Folders in [`FOLDERS_VARIABLE`], searched before the dynamic linker's own list.
+    pub(super) configured: Vec<PathBuf>,
     /// Usual folders, searched after the dynamic linker's own list.
     pub(super) usual: Vec<PathBuf>,
     /// Folders with torchvision's copies of libraries, which have other file names.
@@ -31,7 +31,7 @@ impl Folders {
 pub(super) fn folders(variable: &dyn Fn(&str) -> Option<OsString>) -> Folders {
     let mut folders = Folders::default();
     let given = variable(FOLDERS_VARIABLE).unwrap_or_default();
-    folders.setting = std::env::split_paths(&given).filter(|dir| dir.is_dir()).collect();
+    folders.configured = std::env::split_paths(&given).filter(|dir| dir.is_dir()).collect();
 
     let mut usual: Vec<PathBuf> =
         vec!["/usr/local/nvidia/lib64".into(), "/usr/local/nvidia/lib".into(), "/usr/lib/wsl/lib".into()];

@@ -1,7 +1,6 @@
 //! The version of a library, as the library itself reports it.
 
-use super::{FoundLibrary, Library};
-use libloading::os::unix::{Library as Handle, RTLD_LAZY, RTLD_LOCAL};
+use super::{FoundLibrary, Library, open};
 
 impl FoundLibrary {
     /// The version, such as `13.0`, `9.19.0` or `2.28.9`. NVML's version is not queried here.
@@ -10,9 +9,7 @@ impl FoundLibrary {
     /// The library cannot be loaded, lacks the function that reports its version, or this function fails. The error is a sentence.
     pub fn version(&self) -> Result<String, String> {
         let shown = self.path.display();
-        // SAFETY: loading one of NVIDIA's libraries runs initialisers that have no preconditions.
-        let handle = unsafe { Handle::open(Some(&self.path), RTLD_LAZY | RTLD_LOCAL) }
-            .map_err(|e| format!("{shown} cannot be loaded: {e}"))?;
+        let handle = open(&self.path)?;
         let symbol_error = |e: libloading::Error| format!("{shown}: {e}");
         let check = |status: i32| match status {
             0 => Ok(()),
@@ -25,8 +22,8 @@ impl FoundLibrary {
         type Property = unsafe extern "C" fn(i32, *mut i32) -> i32;
         let (mut a, mut b) = (0, 0);
         // SAFETY: each symbol has the type that NVIDIA's headers declare, and the pointers are valid.
-        let version = unsafe {
-            match self.which {
+        unsafe {
+            Ok(match self.which {
                 Library::Driver => {
                     check(handle.get::<Pointer>(b"cuDriverGetVersion").map_err(symbol_error)?(&mut a))?;
                     format!("{}.{}", a / 1000, a % 1000 / 10)
@@ -54,10 +51,7 @@ impl FoundLibrary {
                     parts.map(|part| part.to_string()).join(".")
                 }
                 Library::Nvml => String::new(),
-            }
-        };
-        // Unloading CUDA's libraries can crash.
-        std::mem::forget(handle);
-        Ok(version)
+            })
+        }
     }
 }

@@ -232,7 +232,7 @@ mod full {
     #[test]
     fn the_commands_of_every_other_network_are_valid() {
         let mut networks = crate::cuda::tests::operations();
-        networks.extend(crate::unfused::networks());
+        networks.extend(crate::fixtures::networks());
         networks.push(build(Arch::ResNet18, Stem::Imagenet, 224, 1000));
         networks.push(build(Arch::ResNeXt50_32x4d, Stem::Cifar, 32, 10));
         check_commands(&networks);
@@ -303,7 +303,7 @@ fn count(commands: &[Command], name: &str) -> usize {
 #[test]
 fn frozen_batch_norms_are_only_applied() {
     let mut networks = crate::cuda::tests::operations();
-    networks.extend(crate::unfused::networks());
+    networks.extend(crate::fixtures::networks());
     networks.push(build(Arch::ResNet18, Stem::Imagenet, 224, 1000));
     networks.push(build(Arch::ResNet50, Stem::Imagenet, 224, 1000));
     for network in networks {
@@ -416,19 +416,21 @@ fn the_plans_of_resnet50_match_the_files() {
 
 /// Leaves out blocks of ResNet-50 whose commands equal those of the block before, except for numbers.
 fn without_repeated_blocks(text: &str) -> String {
-    let repeated = ["layer2.2.", "layer3.2.", "layer3.3.", "layer3.4."];
-    let mut is_listed = true;
-    let mut listed = String::new();
+    // Each block (`layer1.0`) with its lines. Other operations have an empty name.
+    let mut blocks = vec![("", String::new())];
     for line in text.split_inclusive('\n') {
         // The commands of an operation are indented.
         if !line.starts_with(' ') {
-            is_listed = !repeated.iter().any(|block| line.contains(block));
+            let block = line.find("layer").map_or("", |at| &line[at..at + "layer1.0".len()]);
+            if blocks.last().is_some_and(|(last, _)| *last != block) {
+                blocks.push((block, String::new()));
+            }
         }
-        if is_listed {
-            listed += line;
-        }
+        blocks.last_mut().unwrap().1 += line;
     }
-    listed
+    let without_numbers = |text: &str| text.split(|c: char| c.is_ascii_digit()).collect::<String>();
+    blocks.dedup_by_key(|(_, lines)| without_numbers(lines));
+    blocks.into_iter().map(|(_, lines)| lines).collect()
 }
 
 fn check_plan(dtype: DType) {
@@ -447,8 +449,8 @@ fn check_plan(dtype: DType) {
          The fused operations and, for each of them, its commands in order: allocations (size and offset), frees, and launches.\n\
          A launch is \"stream: kernel grid of block: reads -> writes; changes\"; a convolution by cuDNN has its shape instead of a\n\
          grid. tN is the tensor with index N. A batch norm's backward pass writes the gradient of its input over the input.\n\
-         The memory that weight gradients read is freed when the main stream has waited for them. layer2.2 and\n\
-         layer3.2 to layer3.4 are left out: except for numbers, their commands equal those of the block before.\n\
+         The memory that weight gradients read is freed when the main stream has waited for them. A block is left out if\n\
+         its commands equal those of the block before, except for numbers.\n\
          \n\
          Memory: {trains} MiB to train, {one_stream} MiB without a side stream, {evaluates} MiB to evaluate.\n\
          \n\

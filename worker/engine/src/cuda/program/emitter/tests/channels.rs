@@ -18,7 +18,7 @@ fn network() -> Arc<Network> {
     let x = net.conv("conv2", shortcut, 48, 3, 2);
     let x = net.batch_norm("bn2", x);
     let x = net.relu(x);
-    let x = net.grouped_conv("conv3", x, 48, 3, 1, 3);
+    let x = net.padded_conv("conv3", x, 48, (3, 1, 1), 3);
     let x = net.batch_norm("bn3", x);
     let x = net.relu(x);
     let x = net.conv("conv4", x, 48, 1, 1);

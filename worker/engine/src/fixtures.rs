@@ -1,7 +1,7 @@
-//! Networks with operations that cannot be fused. The CPU engine's results are compared with PyTorch's. Tests of fusion use
-//! these networks, too.
+//! Networks, batches and settings for tests of engines. A step of [`network`], whose operations cannot be fused, is compared with
+//! PyTorch's.
 
-use super::{Engine, EngineConfig, LossConfig, Optimizer, build_cpu};
+use super::{Engine, EngineConfig, Optimizer, build_cpu};
 use crate::net::{Network, Role};
 use lockstep_comm::SingleRank;
 use lockstep_data::loader::Batch;
@@ -87,15 +87,8 @@ pub(super) fn batch(network: &Network, size: usize) -> Batch {
 
 /// A configuration in which the momentum after the first step is the gradient.
 pub(super) fn config(batch_size: usize) -> EngineConfig {
-    EngineConfig {
-        batch_size,
-        optimizer: Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() },
-        loss: LossConfig::default(),
-        accumulate: 1,
-        sync_batch_norm: true,
-        gradients_mean: true,
-        threads: 2,
-    }
+    let optimizer = Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() };
+    EngineConfig { threads: 2, ..EngineConfig::new(batch_size, optimizer) }
 }
 
 #[derive(Deserialize)]
@@ -117,7 +110,6 @@ struct Fixture {
 
 /// Maximum differences between an engine and PyTorch.
 pub(super) struct Tolerance {
-    /// Relative difference of the loss.
     pub(super) loss: f32,
     /// Difference of a gradient's value, relative to the norm of its tensor.
     pub(super) gradient: f32,

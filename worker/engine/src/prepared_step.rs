@@ -15,9 +15,8 @@ pub(super) struct StepPart<'a> {
     pub(super) stat_pictures: f64,
 }
 
-/// A prepared step.
 #[derive(Debug)]
-pub(super) struct Prologue<'a> {
+pub(super) struct PreparedStep<'a> {
     /// Empty if no rank has a picture.
     pub(super) parts: Vec<StepPart<'a>>,
     /// Factor of each picture's loss gradient: 1 / (pictures of the step on all ranks). The sum of all gradients is then the
@@ -26,7 +25,7 @@ pub(super) struct Prologue<'a> {
     pub(super) gradient_scale: f64,
 }
 
-impl<'a> Prologue<'a> {
+impl<'a> PreparedStep<'a> {
     /// Prepares a step over `batches` on one of `ranks` ranks.
     ///
     /// # Errors
@@ -63,7 +62,7 @@ mod tests {
     use super::*;
 
     fn config(accumulate: usize) -> EngineConfig {
-        EngineConfig { accumulate, ..crate::unfused::config(8) }
+        EngineConfig { accumulate, ..crate::fixtures::config(8) }
     }
 
     fn batch(own: usize, global_samples: usize) -> Batch {
@@ -75,7 +74,7 @@ mod tests {
     fn a_step_has_the_micro_batches_with_pictures_on_any_rank() {
         let step = [batch(0, 0), batch(8, 16), batch(0, 4), batch(0, 0)];
         let prepare = |config: &EngineConfig| {
-            let Prologue { parts, gradient_scale } = Prologue::of(&step, config, 2).unwrap();
+            let PreparedStep { parts, gradient_scale } = PreparedStep::of(&step, config, 2).unwrap();
             let parts: Vec<_> = parts.iter().map(|p| (p.is_first, p.is_last, p.stat_pictures)).collect();
             (parts, gradient_scale)
         };
@@ -84,18 +83,18 @@ mod tests {
         assert_eq!(prepare(&local), (vec![(true, false, 8.0), (false, true, 0.0)], 2.0 / 20.0));
         let weighted =
             step.map(|step| Batch { global_weight: Some(1.5 * step.global_samples as f64), ..step });
-        assert_eq!(Prologue::of(&weighted, &config(4), 2).unwrap().gradient_scale, 1.0 / 30.0);
+        assert_eq!(PreparedStep::of(&weighted, &config(4), 2).unwrap().gradient_scale, 1.0 / 30.0);
         let step = [batch(0, 0)];
-        assert!(Prologue::of(&step[..1], &config(1), 2).unwrap().parts.is_empty());
-        assert!(Prologue::of(&[], &config(1), 2).unwrap().parts.is_empty());
+        assert!(PreparedStep::of(&step[..1], &config(1), 2).unwrap().parts.is_empty());
+        assert!(PreparedStep::of(&[], &config(1), 2).unwrap().parts.is_empty());
     }
 
     #[test]
     fn too_many_micro_batches_are_refused() {
         let full = [batch(8, 8), batch(8, 8)];
-        assert_eq!(Prologue::of(&full, &config(2), 1).unwrap().parts.len(), 2);
-        let refused = Prologue::of(&full, &config(1), 1).unwrap_err().to_string();
+        assert_eq!(PreparedStep::of(&full, &config(2), 1).unwrap().parts.len(), 2);
+        let refused = PreparedStep::of(&full, &config(1), 1).unwrap_err().to_string();
         assert!(refused.contains("a step of 2 micro-batches; at most 1 are allowed"), "{refused}");
-        assert!(Prologue::of(&[batch(8, 7)], &config(1), 2).is_err());
+        assert!(PreparedStep::of(&[batch(8, 7)], &config(1), 2).is_err());
     }
 }

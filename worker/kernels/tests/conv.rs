@@ -54,8 +54,7 @@ fn reference(s: &ConvShape, x: &[f32], w: &[f32], dy: &[f32]) -> [Vec<f64>; 3] {
     let mut dx = vec![0.0; s.input_len()];
     let mut dw = vec![0.0; s.weight_len()];
     let k = s.kernel;
-    // Channels per group.
-    let (inputs, outputs) = (s.in_c / s.groups, s.out_c / s.groups);
+    let (inputs, outputs) = (s.group_in_c(), s.group_out_c());
     let oihw_at = |o: usize, i: usize, ky: usize, kx: usize| ((o * inputs + i) * k + ky) * k + kx;
     // Weights as [ky][kx][in][out], so that the innermost loop has stride 1.
     let mut hwio = vec![0.0; w.len()];
@@ -275,7 +274,6 @@ fn odd_grouped_shapes_match_the_definition() {
     ]);
 }
 
-/// A change of one group's inputs changes only this group's outputs and weight gradients.
 #[test]
 fn groups_do_not_affect_each_other() {
     let s = grouped(4, [3, 6, 6, 16, 32, 3, 1, 1]);
@@ -296,9 +294,8 @@ fn groups_do_not_affect_each_other() {
     assert_eq!(before.dx, after.dx);
 }
 
-/// The sums for batch normalisation equal those of the outputs, also if the mean is far from zero.
 #[test]
-fn sums_are_those_of_the_outputs() {
+fn sums_are_those_of_the_outputs_even_with_means_far_from_zero() {
     for mut scratch in Format::ALL.into_iter().flat_map(every_scratch) {
         for s in [
             [29, 16, 16, 16, 16, 3, 1, 1],
@@ -348,7 +345,6 @@ fn same_bits_with_and_without_vectors_in_bfloat16() {
     }
 }
 
-/// The number of threads does not change results: a difference of one bit would make runs diverge.
 #[test]
 fn same_bits_on_any_number_of_threads() {
     for s in [
@@ -398,7 +394,6 @@ fn weights_survive_the_round_trip() {
     }
 }
 
-/// NaN and infinity propagate, so that divergence is not hidden.
 #[test]
 fn nan_and_infinity_propagate() {
     let s = shape([13, 5, 5, 16, 32, 3, 1, 1]);

@@ -70,12 +70,9 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
             .map_err(|detail| DataError::Invalid(format!("{}: its split {name} {detail}", dir.display())))?;
         let (mut pixels, mut labels, mut broken) = (Vec::new(), Vec::new(), Vec::new());
         for file in paths {
-            match files::read(file, MAX_BYTES)
-                .and_then(|bytes| append(&bytes, layout, &mut pixels, &mut labels))
-            {
-                Ok(()) => {}
-                Err(detail) => broken.push(broken_file(file, detail)),
-            }
+            let read = files::read(file, MAX_BYTES)
+                .and_then(|bytes| append(&bytes, layout, &mut pixels, &mut labels));
+            broken.extend(read.err().map(|detail| broken_file(file, detail)));
         }
         splits.push(Split {
             name: name.into(),

@@ -193,10 +193,13 @@ impl ParquetFile {
         let locations = index.map(|index| index.page_locations().clone());
         let rows = usize::try_from(row_group.num_rows()).unwrap_or(0);
         let chunk = row_group.column(column);
-        let is_gzip = chunk.compression_codec() == CompressionCodec::GZIP;
-        let pages = Pages::new(Arc::clone(source), locations.is_some(), is_gzip, MAX_PAGE_BYTES);
-        let pages = SerializedPageReader::new(Arc::new(pages), chunk, rows, locations)?;
-        Ok(Box::new(pages))
+        let pages = Pages {
+            source: Arc::clone(source),
+            has_offset_index: locations.is_some(),
+            is_gzip: chunk.compression_codec() == CompressionCodec::GZIP,
+            max_bytes: MAX_PAGE_BYTES,
+        };
+        Ok(Box::new(SerializedPageReader::new(Arc::new(pages), chunk, rows, locations)?))
     }
 }
 

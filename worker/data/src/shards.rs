@@ -217,7 +217,7 @@ impl SplitContents {
 
     fn add(&mut self, root: &Path, shard: &Path, kind: ContainerKind, members: Members) {
         let path = root.join(shard);
-        self.broken.extend(members.shard_error.map(|detail| broken_file(&path, detail)));
+        self.broken.extend(members.error.map(|error| broken_file(&path, error.detail)));
         self.listing.add_container(shard, kind);
         for entry in members.entries {
             match (&entry.broken, &entry.label) {

@@ -25,6 +25,15 @@ pub(crate) fn listing(split: &Split) -> &Listing {
     }
 }
 
+/// Fails unless `text` contains all `parts`.
+#[track_caller]
+pub(crate) fn assert_contains(text: impl ToString, parts: &[&str]) {
+    let text = text.to_string();
+    for part in parts {
+        assert!(text.contains(part), "{part:?} is not in {text:?}");
+    }
+}
+
 /// All files that were left out, with the reasons.
 pub(crate) fn broken(catalog: &Catalog) -> Vec<String> {
     catalog.all_broken().map(ToString::to_string).collect()

@@ -5,7 +5,7 @@ mod folders;
 use super::*;
 use crate::{
     Catalog, DataError,
-    test_catalog::{listing, repository},
+    test_catalog::{assert_contains, listing, repository},
 };
 use std::{
     fs,

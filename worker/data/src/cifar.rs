@@ -19,7 +19,6 @@ struct Layout {
     /// Number of label bytes before the pixels. The last label byte is used.
     label_bytes: usize,
     classes: usize,
-    /// The file with the names of the classes.
     names_file: &'static str,
     train: Vec<PathBuf>,
     test: Vec<PathBuf>,

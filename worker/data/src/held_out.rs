@@ -75,9 +75,8 @@ pub(crate) fn is_held_out(division: &ValidationDivision, picture: Identity) -> b
     }
 }
 
-/// Of the divisions that a job without a validation split may have, the division that covers the classes most evenly:
-/// both parts have pictures if possible, as few classes as possible lack training or validation pictures, and each
-/// class's part is near the fraction.
+/// The most even of the divisions that a job without a validation split may have: both parts have pictures if possible,
+/// as few classes as possible lack training or validation pictures, and each class's part is near the fraction.
 pub(super) fn most_even_division(pictures: &[Identity], labels: &[u32], classes: usize) -> Option<HeldOut> {
     struct Candidate {
         has_empty_part: bool,

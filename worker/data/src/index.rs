@@ -245,7 +245,7 @@ fn examine(path: &Path, found: &FoundFile) -> Entry {
     }
 }
 
-/// Adds the facts that a picture's bytes show to `entry`. `name` helps to recognise unsupported formats.
+/// Completes `entry` with the facts that the picture's bytes show. `name` helps to recognise unsupported formats.
 pub(super) fn describe(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
     match picture::dimensions(name, bytes) {
         Ok((width, height)) => {

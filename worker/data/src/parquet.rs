@@ -12,7 +12,7 @@ pub(super) use rows::{NO_LABEL, read_members};
 
 use super::index::UnusableFile;
 use ::parquet::{
-    basic::CompressionCodec,
+    basic::CompressionCodec::{GZIP, SNAPPY, UNCOMPRESSED, ZSTD},
     column::{page::PageReader, reader::ColumnReaderImpl},
     data_type::ByteArrayType,
     errors::ParquetError,
@@ -97,9 +97,11 @@ impl ParquetFile {
         let mut first_rows = vec![0u64];
         for group in metadata.row_groups() {
             for column in [columns.picture, columns.label] {
-                if let Some(codec) = unsupported_codec(group.column(column).compression_codec()) {
+                let codec = group.column(column).compression_codec();
+                if !matches!(codec, UNCOMPRESSED | SNAPPY | GZIP | ZSTD) {
                     return Err(UnusableFile::permanent(format!(
-                        "is compressed with {codec}, which is not supported; write it with snappy, zstd, gzip or none"
+                        "is compressed with {}, which is not supported; write it with snappy, zstd, gzip or none",
+                        format!("{codec:?}").to_lowercase()
                     )));
                 }
             }
@@ -196,7 +198,7 @@ impl ParquetFile {
         let pages = Pages {
             source: Arc::clone(source),
             has_offset_index: locations.is_some(),
-            is_gzip: chunk.compression_codec() == CompressionCodec::GZIP,
+            is_gzip: chunk.compression_codec() == GZIP,
             max_bytes: MAX_PAGE_BYTES,
         };
         Ok(Box::new(SerializedPageReader::new(Arc::new(pages), chunk, rows, locations)?))
@@ -231,9 +233,4 @@ fn check_tail(source: &Source) -> Result<(), UnusableFile> {
         )));
     }
     Ok(())
-}
-
-fn unsupported_codec(codec: CompressionCodec) -> Option<String> {
-    use CompressionCodec::{GZIP, SNAPPY, UNCOMPRESSED, ZSTD};
-    (!matches!(codec, UNCOMPRESSED | SNAPPY | GZIP | ZSTD)).then(|| format!("{codec:?}").to_lowercase())
 }

@@ -32,8 +32,7 @@ pub fn too_many(broken: usize, seen: usize, total: usize) -> bool {
     broken > MIN_ALLOWED.max(seen / ALLOWED_ONE_IN) || (broken > 0 && broken >= total)
 }
 
-/// The broken pictures of a part. [`Part::with_replacements`] describes how they
-/// are replaced.
+/// The broken pictures of a part.
 #[derive(Debug)]
 pub(super) struct Broken {
     /// Whether broken files are allowed (`data.broken_files = "skip"`). Otherwise the first broken file is an error.

@@ -101,8 +101,8 @@ impl ChunkReader for Pages {
     }
 }
 
-/// A reader that checks a page header. A reader may also be requested without reading anything, if the header is
-/// known.
+/// A reader that checks the page header before the first read. If the crate `parquet` knows the header, it requests a reader and
+/// reads nothing.
 pub(super) struct Header {
     from: BufReader<Cursor>,
     /// The limit. `None` after the check.

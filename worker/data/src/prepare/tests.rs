@@ -5,12 +5,11 @@ mod interrupted;
 use super::*;
 use crate::{
     Picture,
-    loader::{DataSource, EpochPlan, replaced::too_many},
+    loader::replaced::too_many,
     picture::{Area, Resize},
     test_catalog::{assert_contains, encode, listing, open, repository},
 };
 use image::{ImageFormat, Rgb, RgbImage};
-use lockstep_protocol::spec::{DataSpec, Validation};
 use std::{
     cell::RefCell,
     collections::BTreeMap,
@@ -165,24 +164,6 @@ fn reading_runs_of_rows_equals_reading_each_row() {
             }
         }
     }
-}
-
-#[test]
-fn ranks_train_from_a_copy() {
-    let (from, to) = (folder(20), tempfile::tempdir().unwrap());
-    run(from.path(), to.path(), &settings(20)).unwrap();
-    let validation = Validation::Split("val".into());
-    let spec = DataSpec { validation, image_size: Some(20.into()), ..DataSpec::default() };
-    let source = DataSource::open(to.path(), &spec, 3).unwrap();
-    let mut seen = BTreeMap::new();
-    for rank in 0..2 {
-        let plan = EpochPlan { rank, world_size: 2, ..EpochPlan::of(5) };
-        for batch in source.epoch(plan) {
-            let batch = batch.unwrap();
-            batch.labels.iter().for_each(|label| *seen.entry(*label).or_insert(0) += 1);
-        }
-    }
-    assert_eq!(seen.into_iter().collect::<Vec<_>>(), [(0, 20), (1, 20)]);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The gradient of the weights: for every kernel offset, the product of all input pixels with the output
 //! gradients at this offset.
 //!
-//! In packed pictures, a pixel of all pictures of a group is followed by the next pixel of the row. The sum runs over
+//! The packed pictures of a group are interleaved: one pixel of all pictures, then the next pixel of the row. The sum runs over
 //! pieces of about [`PIXELS`] pixels, whose input and gradient stay in the first-level cache for all kernel offsets.
 
 use super::{

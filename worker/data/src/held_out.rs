@@ -204,7 +204,7 @@ mod tests {
     use super::*;
     use crate::{
         loader::DataSource,
-        test_catalog::{assert_contains, listing, open, repository},
+        test_catalog::{assert_contains, listing, open, repository, write_class},
     };
     use std::{
         collections::{BTreeMap, BTreeSet},
@@ -221,13 +221,9 @@ mod tests {
         }
     }
 
-    fn write(dir: &Path, class: &str, numbers: std::ops::Range<u8>) {
-        let home = dir.join("train").join(class);
-        fs::create_dir_all(&home).unwrap();
-        for number in numbers {
-            let picture = image::GrayImage::from_pixel(4, 4, image::Luma([number]));
-            picture.save(home.join(format!("{number:03}.png"))).unwrap();
-        }
+    fn write(dir: &Path, class: &str, numbers: std::ops::Range<u32>) {
+        let picture = |number| image::RgbImage::from_pixel(4, 4, image::Rgb([number as u8; 3]));
+        write_class(&dir.join("train").join(class), numbers, picture);
     }
 
     /// Whether each picture is held out, by name.

@@ -6,6 +6,7 @@ use serde_json::Value;
 use std::{
     fs,
     io::Cursor,
+    ops::Range,
     path::{Path, PathBuf},
 };
 
@@ -83,6 +84,14 @@ pub(crate) fn assert_samples(
         }
     }
     assert_eq!(wanted.next(), None, "all samples were read");
+}
+
+/// Writes the pictures `000.png` and so on into a class folder.
+pub(crate) fn write_class(folder: &Path, numbers: Range<u32>, picture: impl Fn(u32) -> RgbImage) {
+    fs::create_dir_all(folder).unwrap();
+    for number in numbers {
+        picture(number).save(folder.join(format!("{number:03}.png"))).unwrap();
+    }
 }
 
 pub(crate) fn encode(picture: &RgbImage, format: ImageFormat) -> Vec<u8> {

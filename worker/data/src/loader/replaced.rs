@@ -197,14 +197,9 @@ mod tests {
     fn folder() -> TempDir {
         let dir = tempfile::tempdir().unwrap();
         for (c, class) in (0..).zip(["cat", "dog"]) {
-            let home = dir.path().join("train").join(class);
-            fs::create_dir_all(&home).unwrap();
-            for number in 0..PER_CLASS {
-                let colour = image::Rgb([c * 90, number as u8 * 9, 7]);
-                image::RgbImage::from_pixel(8, 8, colour)
-                    .save(home.join(format!("{number:02}.png")))
-                    .unwrap();
-            }
+            test_catalog::write_class(&dir.path().join("train").join(class), 0..PER_CLASS, |number| {
+                image::RgbImage::from_pixel(8, 8, image::Rgb([c * 90, number as u8 * 9, 7]))
+            });
         }
         dir
     }
@@ -256,15 +251,15 @@ mod tests {
 
     /// Breaks two consecutive pictures and the last one: two files are removed, and one is no picture any more.
     fn break_some(dir: &Path) {
-        for name in ["cat/04.png", "cat/05.png", "dog/19.png"] {
+        for name in ["cat/004.png", "cat/005.png", "dog/019.png"] {
             let path = dir.join("train").join(name);
             fs::rename(&path, path.with_extension("away")).unwrap();
         }
-        fs::write(dir.join("train/cat/05.png"), "I am no picture").unwrap();
+        fs::write(dir.join("train/cat/005.png"), "I am no picture").unwrap();
     }
 
     fn repair(dir: &Path) {
-        for name in ["cat/04.png", "cat/05.png", "dog/19.png"] {
+        for name in ["cat/004.png", "cat/005.png", "dog/019.png"] {
             let path = dir.join("train").join(name);
             fs::rename(path.with_extension("away"), &path).unwrap();
         }
@@ -298,7 +293,7 @@ mod tests {
         let dir = folder();
         let source = open(dir.path(), BrokenFiles::Skip, no_validation());
         for number in 2..16 {
-            fs::remove_file(dir.path().join(format!("train/cat/{number:02}.png"))).unwrap();
+            fs::remove_file(dir.path().join(format!("train/cat/{number:03}.png"))).unwrap();
         }
         let plan = EpochPlan { threads: 2, ..EpochPlan::of(40) };
         let batch = source.epoch(plan).next().unwrap().unwrap();
@@ -327,11 +322,11 @@ mod tests {
             source.validation(rank, world_size, batch_size, threads).next().unwrap().unwrap().indices;
         let index = held_out[7];
         let class = ["cat", "dog"][index as usize / 20];
-        fs::remove_file(dir.path().join(format!("train/{class}/{:02}.png", index % 20))).unwrap();
+        fs::remove_file(dir.path().join(format!("train/{class}/{:03}.png", index % 20))).unwrap();
         assert_eq!(count_validated(), all - 1);
         let (messages, count) = source.take_newly_broken();
         assert!(
-            count == 1 && messages[0].contains(&format!("{class}/{:02}.png cannot be read", index % 20)),
+            count == 1 && messages[0].contains(&format!("{class}/{:03}.png cannot be read", index % 20)),
             "{messages:?}"
         );
         assert_eq!((count_validated(), source.take_newly_broken()), (all - 1, (vec![], 1)));
@@ -353,7 +348,7 @@ mod tests {
         // Sixteen pictures may break in any split; seventeen are too many.
         repair(dir.path());
         let remove =
-            |number: usize| fs::remove_file(dir.path().join(format!("train/cat/{number:02}.png"))).unwrap();
+            |number: usize| fs::remove_file(dir.path().join(format!("train/cat/{number:03}.png"))).unwrap();
         (0..16).for_each(remove);
         assert_eq!(first_error(&few), None);
         remove(16);

@@ -7,7 +7,7 @@ use crate::{
     Picture,
     loader::replaced::too_many,
     picture::{Area, Resize},
-    test_catalog::{assert_contains, encode, listing, open, repository},
+    test_catalog::{assert_contains, encode, listing, open, repository, write_class},
 };
 use image::{ImageFormat, Rgb, RgbImage};
 use std::{
@@ -32,11 +32,7 @@ fn folder(per_class: u32) -> TempDir {
     for (split, count) in [("train", per_class), ("val", 2)] {
         for (c, class) in (0..).zip(["a dog", "cat"]) {
             let home = dir.path().join(split).join(class);
-            fs::create_dir_all(&home).unwrap();
-            for number in 0..count {
-                let name = home.join(format!("{number:03}.png"));
-                fs::write(name, encode(&picture(60, 40, number % 5 + c * 5), ImageFormat::Png)).unwrap();
-            }
+            write_class(&home, 0..count, |number| picture(60, 40, number % 5 + c * 5));
         }
     }
     dir

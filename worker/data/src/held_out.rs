@@ -138,12 +138,8 @@ pub(super) fn identities_of_files(listing: &Listing, labels: &[u32], classes: &[
         let key = match listing.file_name(index) {
             Some(name) => {
                 let class = classes.get(*label as usize).map_or("", String::as_str);
-                let digest = Sha256::new()
-                    .chain_update((class.len() as u64).to_le_bytes())
-                    .chain_update(class)
-                    .chain_update(name.as_encoded_bytes())
-                    .finalize();
-                u64::from_le_bytes(std::array::from_fn(|i| digest[i]))
+                let class_len = (class.len() as u64).to_le_bytes();
+                content_hash(&[&class_len, class.as_bytes(), name.as_encoded_bytes()].concat())
             }
             None => content,
         };
@@ -390,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn classes_without_held_out_pictures_are_noted_and_an_empty_part_is_an_error() {
+    fn unvalidated_classes_are_noted_and_empty_parts_refused() {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path(), "cat", 0..200);
         write(dir.path(), "dog", 0..1);

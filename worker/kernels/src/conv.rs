@@ -84,7 +84,6 @@ fn check(s: &ConvShape, x_len: usize, w_len: usize, y_len: usize) {
 
 /// `y = conv(x, w)`.
 pub fn forward(s: &ConvShape, x: &[f32], w: &[f32], y: &mut [f32], scratch: &mut Scratch) {
-    check(s, x.len(), w.len(), y.len());
     run_forward(s, x, w, y, None, scratch);
 }
 
@@ -96,6 +95,7 @@ fn run_forward(
     sums: Option<&mut [f64]>,
     scratch: &mut Scratch,
 ) {
+    check(s, x.len(), w.len(), y.len());
     let tiles = scratch.tiles;
     // Tiles need whole blocks of channels, so narrow groups are merged.
     let merged = grouped::merged_shape(s, LANES * tiles.values_per_unit);
@@ -118,7 +118,6 @@ pub fn forward_with_sums(
     y: &mut [f32],
     scratch: &mut Scratch,
 ) -> Vec<f64> {
-    check(s, x.len(), w.len(), y.len());
     let mut sums = vec![0.0; 2 * s.out_c];
     run_forward(s, x, w, y, Some(&mut sums), scratch);
     sums
@@ -145,6 +144,6 @@ pub fn backward_weight(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scr
     let mut buffer = std::mem::take(&mut scratch.merged);
     let wide = buffer.get(merged.weight_len());
     weight::gradient(&merged, x, dy, wide, scratch);
-    grouped::extract_weights(s, &merged, wide, dw);
+    grouped::each_weight(s, &merged, |own, at| dw[own] = wide[at]);
     scratch.merged = buffer;
 }

@@ -351,20 +351,14 @@ fn many_pictures() {
     let began = std::time::Instant::now();
     let fixture = Fixture::new(1000, count / 1000);
     eprintln!("{count} files in 1000 folders: created in {:.1} s", began.elapsed().as_secs_f64());
-    for (opening, trusts_folders) in [
-        ("first", false),
-        ("second", false),
-        ("third", false),
-        ("first that trusts folders", true),
-        ("second that trusts folders", true),
-    ] {
+    for trusts_folders in [false, false, false, true, true] {
         let began = std::time::Instant::now();
         let catalog = if trusts_folders { open_trusting_folders(&fixture) } else { fixture.open().unwrap() };
         assert_eq!(counts(&catalog), (count, vec![]));
         let status = fs::read_to_string("/proc/self/status").unwrap();
         let peak_memory = status.lines().find(|l| l.starts_with("VmHWM")).unwrap_or_default().to_owned();
         eprintln!(
-            "opening, {opening}: {:.2} s; index {:.1} MB; {peak_memory}",
+            "opening, trusts folders: {trusts_folders}: {:.2} s; index {:.1} MB; {peak_memory}",
             began.elapsed().as_secs_f64(),
             fs::metadata(fixture.cached_file("index").unwrap()).unwrap().len() as f64 / 1e6
         );

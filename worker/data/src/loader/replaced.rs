@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn without_skip_one_broken_picture_is_fatal_and_with_skip_too_many_are() {
+    fn broken_pictures_are_fatal_without_skip_or_if_too_many() {
         let dir = folder();
         let plan = EpochPlan::of(8);
         let first_error =

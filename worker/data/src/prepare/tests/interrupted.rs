@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_copy_that_was_interrupted_by_a_full_disk_continues_to_the_same_bytes() {
+fn after_a_full_disk_a_copy_continues_to_the_same_bytes() {
     let from = folder(25);
     let (whole, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let prepared = run(from.path(), whole.path(), &small_shards()).unwrap();

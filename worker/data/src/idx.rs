@@ -128,9 +128,7 @@ impl IdxFile {
     }
 
     /// All data after the header. Each byte of the file needs `memory_bytes` bytes of memory.
-    ///
-    /// # Errors
-    /// The memory does not suffice for the data that the header announces, or the file has other data.
+    /// Fails if the memory does not suffice for the data that the header announces, or if the file has other data.
     fn read_all(&mut self, memory_bytes: u64) -> Result<Vec<u8>, DataError> {
         let announced = self.shape.iter().try_fold(1usize, |a, b| a.checked_mul(*b)).unwrap_or(usize::MAX);
         let needed_bytes = (announced as u64).saturating_mul(memory_bytes);

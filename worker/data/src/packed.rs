@@ -4,9 +4,7 @@ use lockstep_host::usage::memory_available;
 
 /// Fails if `bytes` do not fit in the memory that is available on this machine or in its control group. Everything fits if the system does
 /// not report the available memory.
-///
-/// # Errors
-/// Why the pictures do not fit, as a phrase to follow the name of their file.
+/// The error is a phrase to follow the name of the pictures' file.
 pub(super) fn check_fits(bytes: u64) -> Result<(), String> {
     match memory_available().filter(|free| bytes > *free) {
         Some(free) => Err(format!(

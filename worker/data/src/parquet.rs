@@ -134,9 +134,7 @@ impl ParquetFile {
     }
 
     /// The bytes of the picture in `row`. `size` is the size of `file` in bytes.
-    ///
-    /// # Errors
-    /// Why the picture cannot be read, as a phrase to follow its name.
+    /// The error is a phrase to follow the picture's name.
     pub(super) fn read(&self, file: File, size: u64, row: u64) -> Result<Vec<u8>, String> {
         if row >= self.row_count() {
             return Err(format!("no longer exists: its file now has {} rows", self.row_count()));
@@ -146,11 +144,8 @@ impl ParquetFile {
         found.into_iter().next().flatten().ok_or_else(|| rows::NO_PICTURE.into())
     }
 
-    /// As [`ParquetFile::read`], for `count` rows of one row group, from `first` on. An entry is `None` if its
-    /// picture is null.
-    ///
-    /// # Errors
-    /// The rows are not in one row group, or the file cannot be read.
+    /// As [`ParquetFile::read`], for `count` rows from `first` on. Fails if they are not in one row group. An entry is `None` if
+    /// its picture is null.
     pub(super) fn read_run(
         &self,
         file: File,

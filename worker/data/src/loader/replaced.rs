@@ -68,11 +68,8 @@ impl Broken {
 
 impl Part {
     /// Makes a batch of the pictures at the positions `chosen`. Each broken picture is replaced by another readable
-    /// picture of the part.
-    ///
-    /// # Errors
-    /// Too many of the pictures that this rank has read are broken. A rank reads pictures in random order, so these
-    /// pictures are representative.
+    /// picture of the part. Fails if too many of the pictures that this rank has read are broken. A rank reads pictures in random
+    /// order, so these pictures are representative.
     pub(super) fn with_replacements(
         &self,
         chosen: &[u32],

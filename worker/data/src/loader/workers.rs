@@ -56,9 +56,7 @@ impl Workers {
     }
 
     /// Calls `make` with each of `numbers`, and returns the results in this order.
-    ///
-    /// # Errors
-    /// Of several errors, the first in the order of `numbers`.
+    /// Of several errors, the first in the order of `numbers` is returned.
     pub(super) fn map<T: Send>(
         &self,
         work: Work,

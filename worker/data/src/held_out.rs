@@ -19,7 +19,7 @@ use lockstep_protocol::{
 };
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
-use std::path::Path;
+use std::{cmp::Ordering, path::Path};
 
 /// Purpose numbers of the random streams (see `shard.rs` for others).
 const HOLD_OUT: u64 = 2;
@@ -78,12 +78,6 @@ pub(crate) fn is_held_out(division: &ValidationDivision, picture: Identity) -> b
 /// The most even of the divisions that a job without a validation split may have: both parts have pictures if possible,
 /// as few classes as possible lack training or validation pictures, and each class's part is near the fraction.
 pub(super) fn most_even_division(pictures: &[Identity], labels: &[u32], classes: usize) -> Option<HeldOut> {
-    struct Candidate {
-        has_empty_part: bool,
-        lacking_classes: usize,
-        unevenness: f64,
-        held_out: HeldOut,
-    }
     let fraction = held_out_share(pictures.len() as u64);
     let totals = class_counts(classes, labels.iter().copied());
     let divide = |validation_seed: u64| {
@@ -98,18 +92,15 @@ pub(super) fn most_even_division(pictures: &[Identity], labels: &[u32], classes:
         // In units of the variance of a class's count.
         let distance =
             |(count, total): (&u64, &u64)| (*count as f64 - *total as f64 * fraction).powi(2) / *total as f64;
-        let unevenness = counts.map(distance).sum();
-        let held_out = HeldOut { validation_seed, per_class };
-        Candidate { has_empty_part, lacking_classes, unevenness, held_out }
+        let unevenness: f64 = counts.map(distance).sum();
+        ((has_empty_part, lacking_classes, unevenness), HeldOut { validation_seed, per_class })
     };
-    let candidates: Vec<Candidate> = (0..SEEDS).into_par_iter().map(divide).collect();
-    let compare = |one: &Candidate, other: &Candidate| {
-        let by_part = one.has_empty_part.cmp(&other.has_empty_part);
-        let by_classes = one.lacking_classes.cmp(&other.lacking_classes);
-        by_part.then(by_classes).then(one.unevenness.total_cmp(&other.unevenness))
-    };
+    let candidates: Vec<_> = (0..SEEDS).into_par_iter().map(divide).collect();
     // `min_by` returns the first of equal candidates.
-    candidates.into_iter().min_by(compare).map(|most_even| most_even.held_out)
+    let most_even = candidates.into_iter().min_by(|(one, _), (other, _)| {
+        one.partial_cmp(other).unwrap_or(Ordering::Equal) // no number is NaN
+    });
+    most_even.map(|(_, held_out)| held_out)
 }
 
 /// The divisions, among `divisions`, under which an earlier run may have trained on pictures that a job with `spec`

@@ -130,7 +130,7 @@ pub(super) fn identities_of_files(listing: &Listing, labels: &[u32], classes: &[
             Some(name) => {
                 let class = classes.get(*label as usize).map_or("", String::as_str);
                 let class_len = (class.len() as u64).to_le_bytes();
-                content_hash(&[&class_len, class.as_bytes(), name.as_encoded_bytes()].concat())
+                content_hash(&[&class_len[..], class.as_bytes(), name.as_encoded_bytes()].concat())
             }
             None => content,
         };

@@ -139,7 +139,7 @@ mod tests {
     /// The name of an operation, and its strength: 0 if it has none.
     fn named(op: &Op) -> (String, f64) {
         let text = format!("{op:?}");
-        let (name, strength) = text.trim_end_matches(')').split_once('(').unwrap_or((&text, "0"));
+        let (name, strength) = text.trim_end_matches(')').split_once('(').unwrap_or((text.as_str(), "0"));
         (name.to_owned(), strength.parse().unwrap())
     }
 }

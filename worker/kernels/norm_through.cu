@@ -13,7 +13,7 @@
 // Row pitch, in values, of a tile of `n` columns; padding puts rows that a warp reads together into different banks.
 #define PADDED_ROW(n) ((n) + ROW_PADDING)
 
-// Address of chunk `group` (eight values) of row `row` of a swizzled wgmma operand with `height` rows and 64 n columns.
+// Address of the eight values of group `group` in row `row` of a swizzled wgmma operand with `height` rows and 64 n columns.
 __device__ __forceinline__ T* swizzled(T* matrices, u32 height, u32 row, u32 group) {
     return matrices + group / 8 * height * 64 + row * 64 + ((group ^ row) & 7) * 8;
 }
@@ -47,14 +47,14 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     u32 exchange = next_exchange(reduction, owned.active, owned.index);
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     u32 groups = channels / 8, group = blockIdx.y * (TILE_CHANNELS / 8) + threadIdx.x;
-    u32 t = thread_in_block(), lane = t % 32, warp = t / 32, pieces = inner / 8;
+    u32 t = thread_in_block(), lane = t % 32, warp = t / 32, dy_groups = inner / 8;
 
     for (u32 k = threadIdx.y; k < inner; k += 16)
         cp_async16(swizzled(weights_smem, inner, k, threadIdx.x), weights + (u64)k * channels + group * 8, true);
-    // Copies a tile of dy in pieces of eight values.
+    // Copies a tile of dy in groups of eight values.
     auto copy_dy = [&](u32 tile) {
-        for (u32 i = t; i < TILE_ROWS * pieces; i += 512) {
-            u32 r = i / pieces, at = i - r * pieces;
+        for (u32 i = t; i < TILE_ROWS * dy_groups; i += 512) {
+            u32 r = i / dy_groups, at = i - r * dy_groups;
             bool real = tile * TILE_ROWS + r < valid;
             u64 from = real ? (u64)(tile * TILE_ROWS + r) * inner + at * 8 : 0;
             cp_async16(swizzled(dy_smem, TILE_ROWS, r, at), dy + from, real);
@@ -104,12 +104,12 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 #pragma unroll
         for (int i = 0; i < ROWS_PER_THREAD; i++) {
             u32 r = i * 16 + threadIdx.y;
-            float v[8], g[8], m[8]; // x, the gradient, and `added`
+            float v[8], g[8], added8[8]; // v: x, g: the gradient
             unpack(load(product + r * PADDED_ROW(TILE_CHANNELS), threadIdx.x), g);
-            unpack(added_tile[i], m);
+            unpack(added_tile[i], added8);
             unpack(x_tile[i], v);
 #pragma unroll
-            for (int k = 0; k < 8; k++) g[k] = (mask_tile[i] >> k & 1) ? g[k] + m[k] : 0.0f;
+            for (int k = 0; k < 8; k++) g[k] = (mask_tile[i] >> k & 1) ? g[k] + added8[k] : 0.0f;
             // Sum the rounded values, so that the sums agree with dx, which is computed later from the stored dz.
             Raw out = pack(g);
             unpack(out, g);

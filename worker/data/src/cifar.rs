@@ -19,7 +19,6 @@ struct Layout {
     /// Number of label bytes before the pixels. The last label byte is used.
     label_bytes: usize,
     classes: usize,
-    /// The file with the names of the classes.
     names_file: &'static str,
     train: Vec<PathBuf>,
     test: Vec<PathBuf>,
@@ -70,12 +69,9 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
             .map_err(|detail| DataError::Invalid(format!("{}: its split {name} {detail}", dir.display())))?;
         let (mut pixels, mut labels, mut broken) = (Vec::new(), Vec::new(), Vec::new());
         for file in paths {
-            match files::read(file, MAX_BYTES)
-                .and_then(|bytes| append(&bytes, layout, &mut pixels, &mut labels))
-            {
-                Ok(()) => {}
-                Err(detail) => broken.push(broken_file(file, detail)),
-            }
+            let read = files::read(file, MAX_BYTES)
+                .and_then(|bytes| append(&bytes, layout, &mut pixels, &mut labels));
+            broken.extend(read.err().map(|detail| broken_file(file, detail)));
         }
         splits.push(Split {
             name: name.into(),

@@ -128,30 +128,23 @@ impl IdxFile {
     }
 
     /// All data after the header. Each byte of the file needs `memory_bytes` bytes of memory.
-    ///
-    /// # Errors
-    /// The memory does not suffice for the data that the header announces, or the file has other data.
+    /// Fails if the memory does not suffice for the data that the header announces, or if the file has other data.
     fn read_all(&mut self, memory_bytes: u64) -> Result<Vec<u8>, DataError> {
         let announced = self.shape.iter().try_fold(1usize, |a, b| a.checked_mul(*b)).unwrap_or(usize::MAX);
         let needed_bytes = (announced as u64).saturating_mul(memory_bytes);
         packed::check_fits(needed_bytes).map_err(|detail| self.broken(detail))?;
-        let (mut bytes, mut excess) = (Vec::new(), Vec::new());
-        self.read(announced, &mut bytes)?;
-        self.read(1, &mut excess)?;
-        if bytes.len() == announced && excess.is_empty() && !self.shape.contains(&0) {
+        let mut bytes = Vec::new();
+        // One byte more than announced shows that the file has other data.
+        let read = self.data.by_ref().take((announced as u64).saturating_add(1)).read_to_end(&mut bytes);
+        read.map_err(|error| self.broken(describe_read_error(error)))?;
+        if bytes.len() == announced && !self.shape.contains(&0) {
             return Ok(bytes);
         }
-        let follow = if excess.is_empty() { bytes.len().to_string() } else { "more".to_owned() };
+        let follow = if bytes.len() > announced { "more".to_owned() } else { bytes.len().to_string() };
         Err(self.broken(format!(
             "has a header for {:?} bytes, but {follow} follow it: it is cut off or damaged; download it again",
             self.shape
         )))
-    }
-
-    /// Appends up to `bytes` bytes to `to`.
-    fn read(&mut self, bytes: usize, to: &mut Vec<u8>) -> Result<(), DataError> {
-        let read = self.data.by_ref().take(bytes as u64).read_to_end(to);
-        read.map(|_| ()).map_err(|e| self.broken(describe_read_error(e)))
     }
 }
 
@@ -168,6 +161,7 @@ fn describe_read_error(error: io::Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::test_catalog::assert_contains;
     use flate2::{Compression, write::GzEncoder};
     use std::io::Write;
 
@@ -199,11 +193,9 @@ mod tests {
         let pixels = vec![0; SIDE * SIDE];
         // The file is also truncated, which would be an error only after decompression.
         write_split(dir.path(), [1500, SIDE, SIDE], &pixels, 7);
-        let why = open_error(dir.path());
-        assert!(why.contains("has 1500 pictures") && why.contains("has 7 labels"), "{why}");
+        assert_contains(open_error(dir.path()), &["has 1500 pictures", "has 7 labels"]);
         write_split(dir.path(), [7, SIDE, SIDE], &pixels, 7);
-        let why = open_error(dir.path());
-        assert!(why.contains("[7, 64, 64] bytes, but 4096 follow"), "{why}");
+        assert_contains(open_error(dir.path()), &["[7, 64, 64] bytes, but 4096 follow"]);
         // More than the memory of any machine.
         let max = u32::MAX as usize;
         write_split(dir.path(), [7, max, 1 << 31], &pixels, 7);

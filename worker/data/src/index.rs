@@ -56,13 +56,18 @@ pub(super) struct FoundFile {
 }
 
 /// The content of a shard.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Default)]
 pub(super) struct Members {
     pub(super) entries: Vec<Entry>,
-    /// The reason why the shard as a whole cannot be used, as a phrase to follow its name.
-    pub(super) shard_error: Option<String>,
-    /// Whether the shard could not be read. The next attempt may succeed, so the result is not stored.
-    pub(super) is_transient: bool,
+    pub(super) error: Option<UnusableFile>,
+}
+
+impl Members {
+    /// Whether something could not be read. The next attempt may succeed, so the result is not stored.
+    fn is_transient(&self) -> bool {
+        self.error.as_ref().is_some_and(|error| error.is_transient)
+            || self.entries.iter().any(|entry| entry.is_transient)
+    }
 }
 
 /// Why a shard as a whole cannot be used.
@@ -70,7 +75,7 @@ pub(super) struct Members {
 pub(super) struct UnusableFile {
     /// The reason, as a phrase to follow the file's name.
     pub(super) detail: String,
-    /// As [`Members::is_transient`].
+    /// Whether the shard could not be read. The next attempt may succeed.
     pub(super) is_transient: bool,
 }
 
@@ -91,8 +96,8 @@ impl From<io::Error> for UnusableFile {
 }
 
 impl From<UnusableFile> for Members {
-    fn from(UnusableFile { detail, is_transient }: UnusableFile) -> Self {
-        Self { shard_error: Some(detail), is_transient, ..Self::default() }
+    fn from(error: UnusableFile) -> Self {
+        Self { error: Some(error), ..Self::default() }
     }
 }
 
@@ -240,7 +245,7 @@ fn examine(path: &Path, found: &FoundFile) -> Entry {
     }
 }
 
-/// Adds the facts that a picture's bytes show to `entry`. `name` helps to recognise unsupported formats.
+/// Completes `entry` with the facts that the picture's bytes show. `name` helps to recognise unsupported formats.
 pub(super) fn describe(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
     match picture::dimensions(name, bytes) {
         Ok((width, height)) => {
@@ -260,13 +265,15 @@ pub(super) fn describe_shards(
     read: impl Fn(usize) -> Members + Sync,
 ) -> Vec<Members> {
     let block_of = |stamp: Stamp, members: &Members| {
-        Block::of(Some(stamp), members.shard_error.clone(), &members.entries)
+        let shard_error = members.error.as_ref().map(|error| error.detail.clone());
+        Block::of(Some(stamp), shard_error, &members.entries)
     };
     let recall = |facts: &Facts| -> Vec<Option<Members>> {
         let stored_members = |(path, stamp): &(PathBuf, Stamp)| {
             let blocks = facts.of(path.as_os_str().as_bytes());
             let valid = blocks.filter(|block: &Block| block.stamp == Some(*stamp)).last()?;
-            Some(Members { entries: valid.entries, shard_error: valid.shard_error, is_transient: false })
+            let error = valid.shard_error.map(UnusableFile::permanent);
+            Some(Members { entries: valid.entries, error })
         };
         shards.par_iter().map(stored_members).collect()
     };
@@ -291,7 +298,7 @@ pub(super) fn describe_shards(
             done += part.len() as u64;
             for (i, members) in part.iter().zip(examined) {
                 let (path, stamp) = &shards[*i];
-                if !members.is_transient {
+                if !members.is_transient() {
                     builder = builder.and_then(|mut index| {
                         index.publish(Progress { done, total: shards.len() as u64 });
                         index.append(path.as_os_str().as_bytes(), &block_of(*stamp, &members))
@@ -302,7 +309,7 @@ pub(super) fn describe_shards(
         }
         if let Some(builder) = builder {
             builder.finish(shards.iter().zip(&known).filter_map(|((path, stamp), members)| {
-                let members = members.as_ref().filter(|members| !members.is_transient)?;
+                let members = members.as_ref().filter(|members| !members.is_transient())?;
                 Some((path.as_os_str().as_bytes(), block_of(*stamp, members)))
             }));
         }

@@ -114,11 +114,15 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
         Some(first) if sizes.iter().all(|s| s == first) => *first,
         _ => (0, 0, 3),
     };
+    let describe = |split: &Split| {
+        let per_class = class_counts(catalog.classes.len(), split.labels.iter().copied());
+        SplitInfo { name: split.name.clone(), samples: split.labels.len() as u64, per_class }
+    };
     let mut sides: Vec<u32> = sizes.iter().map(|(height, width, _)| *height.min(width)).collect();
     sides.sort_unstable();
     Ok(DatasetInfo {
         format: catalog.format.into(),
-        splits: catalog.splits.iter().map(|s| split_info(s, catalog.classes.len())).collect(),
+        splits: catalog.splits.iter().map(describe).collect(),
         classes: catalog.classes,
         height,
         width,
@@ -133,11 +137,6 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
         inspected_at: None,
         broken: broken.into_iter().take(MAX_NAMED_FILES).map(BrokenFile::shortened).collect(),
     })
-}
-
-fn split_info(split: &Split, classes: usize) -> SplitInfo {
-    let per_class = class_counts(classes, split.labels.iter().copied());
-    SplitInfo { name: split.name.clone(), samples: split.labels.len() as u64, per_class }
 }
 
 /// Mean and mean square of each channel over pictures. Each picture has the same weight, because the network sees all of
@@ -194,13 +193,10 @@ impl Moments {
         let pictures = self.pictures.max(1) as f64;
         let of_channel = |(sum, squares): &(f64, f64)| {
             let mean = sum / pictures;
-            (mean as f32, standard_deviation(squares / pictures - mean * mean))
+            let variance = squares / pictures - mean * mean;
+            // A constant channel has the deviation 1, because values are divided by it.
+            (mean as f32, if variance < 1e-8 { 1.0 } else { variance.sqrt() as f32 })
         };
         self.channels.iter().map(of_channel).unzip()
     }
-}
-
-/// The standard deviation, or 1 for a constant channel, because values are divided by it.
-fn standard_deviation(variance: f64) -> f32 {
-    if variance < 1e-8 { 1.0 } else { variance.sqrt() as f32 }
 }

@@ -72,7 +72,7 @@ fn broken_file(path: &Path, detail: impl Into<String>) -> BrokenFile {
     BrokenFile { file: path.display().to_string(), detail: detail.into() }
 }
 
-/// How opening a dataset of pictures in folders detects changes.
+/// How changes of a dataset of class folders are detected when it is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChangeDetection {
     /// By each file's size and modification time.
@@ -121,8 +121,7 @@ impl Catalog {
         Self::open_with(path, &IndexStore::of_user(ChangeDetection::Files))
     }
 
-    /// Opens the dataset at `path`. CIFAR and IDX files are read. Of other formats, only pictures that are not in the
-    /// index in `store` are read.
+    /// Opens the dataset at `path`. Reads CIFAR and IDX files, and in other formats the pictures that the index in `store` lacks.
     fn open_with(path: &Path, store: &IndexStore) -> Result<Self, DataError> {
         let catalog = Self::find(path, store)?;
         let names: Vec<_> = catalog.splits.iter().map(|split| split.name.as_str()).collect();
@@ -281,23 +280,19 @@ fn list_names(paths: &[impl AsRef<Path>]) -> String {
     format!("{}{rest}", named.join(", "))
 }
 
-/// The path of a dataset without links. It may be a pattern of shards (`train-{000..127}.tar`).
+/// A dataset's path with all links resolved. It may be a pattern of shards (`train-{000..127}.tar`).
 ///
 /// # Errors
 /// The path does not exist.
 pub fn canonical(path: &Path) -> io::Result<PathBuf> {
     match pattern::fixed_part(path) {
-        Some((folder, rest)) if folder.as_os_str().is_empty() => {
-            Ok(Path::new(".").canonicalize()?.join(rest))
-        }
-        Some((folder, rest)) => Ok(folder.canonicalize()?.join(rest)),
+        Some((folder, rest)) => Ok(Path::new(".").join(folder).canonicalize()?.join(rest)),
         None => path.canonicalize(),
     }
 }
 
-/// The path of a registered dataset without links, if it leads to an allowed folder. The path had no links when it was
-/// registered, but links may have been created since. They are resolved only here: the returned path is the path that
-/// is opened. A path that does not exist is returned unchanged, and opening it fails.
+/// Resolves all links in the path of a registered dataset, which must lead to an allowed folder. The path had no links when it was
+/// registered, but links may have been created since. Open only the returned path. A path that does not exist is returned unchanged.
 ///
 /// # Errors
 /// The path leads outside the allowed folders, or cannot be read.

@@ -187,10 +187,7 @@ impl Listing {
         }
     }
 
-    /// The whole picture, decoded as RGB.
-    ///
-    /// # Errors
-    /// [`DataError::File`]: as [`Listing::read`], or the picture cannot be decoded.
+    /// The whole picture, decoded as RGB. Fails as [`Listing::read`], or if the picture cannot be decoded.
     pub(crate) fn picture(&self, index: usize) -> Result<Picture, DataError> {
         Picture::decode(&self.read(index)?).map_err(|detail| self.broken(index, detail))
     }

@@ -12,7 +12,7 @@ pub(super) use rows::{NO_LABEL, read_members};
 
 use super::index::UnusableFile;
 use ::parquet::{
-    basic::CompressionCodec,
+    basic::CompressionCodec::{GZIP, SNAPPY, UNCOMPRESSED, ZSTD},
     column::{page::PageReader, reader::ColumnReaderImpl},
     data_type::ByteArrayType,
     errors::ParquetError,
@@ -97,9 +97,11 @@ impl ParquetFile {
         let mut first_rows = vec![0u64];
         for group in metadata.row_groups() {
             for column in [columns.picture, columns.label] {
-                if let Some(codec) = unsupported_codec(group.column(column).compression_codec()) {
+                let codec = group.column(column).compression_codec();
+                if !matches!(codec, UNCOMPRESSED | SNAPPY | GZIP | ZSTD) {
                     return Err(UnusableFile::permanent(format!(
-                        "is compressed with {codec}, which is not supported; write it with snappy, zstd, gzip or none"
+                        "is compressed with {}, which is not supported; write it with snappy, zstd, gzip or none",
+                        format!("{codec:?}").to_lowercase()
                     )));
                 }
             }
@@ -132,9 +134,7 @@ impl ParquetFile {
     }
 
     /// The bytes of the picture in `row`. `size` is the size of `file` in bytes.
-    ///
-    /// # Errors
-    /// Why the picture cannot be read, as a phrase to follow its name.
+    /// The error is a phrase to follow the picture's name.
     pub(super) fn read(&self, file: File, size: u64, row: u64) -> Result<Vec<u8>, String> {
         if row >= self.row_count() {
             return Err(format!("no longer exists: its file now has {} rows", self.row_count()));
@@ -144,11 +144,8 @@ impl ParquetFile {
         found.into_iter().next().flatten().ok_or_else(|| rows::NO_PICTURE.into())
     }
 
-    /// As [`ParquetFile::read`], for `count` rows of one row group, from `first` on. An entry is `None` if its
-    /// picture is null.
-    ///
-    /// # Errors
-    /// The rows are not in one row group, or the file cannot be read.
+    /// As [`ParquetFile::read`], for `count` rows from `first` on. Fails if they are not in one row group. An entry is `None` if
+    /// its picture is null.
     pub(super) fn read_run(
         &self,
         file: File,
@@ -193,10 +190,13 @@ impl ParquetFile {
         let locations = index.map(|index| index.page_locations().clone());
         let rows = usize::try_from(row_group.num_rows()).unwrap_or(0);
         let chunk = row_group.column(column);
-        let is_gzip = chunk.compression_codec() == CompressionCodec::GZIP;
-        let pages = Pages::new(Arc::clone(source), locations.is_some(), is_gzip, MAX_PAGE_BYTES);
-        let pages = SerializedPageReader::new(Arc::new(pages), chunk, rows, locations)?;
-        Ok(Box::new(pages))
+        let pages = Pages {
+            source: Arc::clone(source),
+            has_offset_index: locations.is_some(),
+            is_gzip: chunk.compression_codec() == GZIP,
+            max_bytes: MAX_PAGE_BYTES,
+        };
+        Ok(Box::new(SerializedPageReader::new(Arc::new(pages), chunk, rows, locations)?))
     }
 }
 
@@ -228,9 +228,4 @@ fn check_tail(source: &Source) -> Result<(), UnusableFile> {
         )));
     }
     Ok(())
-}
-
-fn unsupported_codec(codec: CompressionCodec) -> Option<String> {
-    use CompressionCodec::{GZIP, SNAPPY, UNCOMPRESSED, ZSTD};
-    (!matches!(codec, UNCOMPRESSED | SNAPPY | GZIP | ZSTD)).then(|| format!("{codec:?}").to_lowercase())
 }

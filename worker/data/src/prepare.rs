@@ -88,13 +88,10 @@ pub fn prepare(
     let names = class_lines(path, &catalog.classes)?;
     let broken: Vec<BrokenFile> = catalog.all_broken().cloned().collect();
     if let (BrokenFiles::Fail, Some(first)) = (settings.broken_files, broken.first()) {
+        let others = broken.len() - 1;
+        let more = if others > 0 { format!(" (and {others} more are broken)") } else { String::new() };
         return Err(DataError::Invalid(format!(
-            "{first}{}; repair it, move it out of the dataset, or leave out broken files (--broken-files skip)",
-            if broken.len() > 1 {
-                format!(" (and {} more are broken)", broken.len() - 1)
-            } else {
-                String::new()
-            }
+            "{first}{more}; repair it, move it out of the dataset, or leave out broken files (--broken-files skip)"
         )));
     }
     // A file that cannot be read now may be readable later, and a copy without the file would lack the picture permanently.

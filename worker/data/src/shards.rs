@@ -114,20 +114,21 @@ fn read(
                 "has no split in its name as other shards have: rename it to train-..., val-... or test-..., or remove it",
             )),
             (Ok(stamp), split) => {
-                found_shards.push(FoundShard { split: split.unwrap_or("train"), path: shard, stamp });
+                let split = split.unwrap_or("train");
+                found_shards.push(FoundShard { split, path: shard, stamp, footer: None });
             }
         }
     }
     let stamped: Vec<_> = found_shards.iter().map(|shard| (shard.path.clone(), shard.stamp)).collect();
-    // The footers of Parquet files are small, and have the names of classes and the offsets of pages.
-    let read_footer = |shard: &FoundShard| {
-        (kind == Kind::Parquet).then(|| ParquetFile::open(&root.join(&shard.path)).map(Arc::new))
-    };
-    let footers: Vec<Option<Result<Arc<ParquetFile>, UnusableFile>>> =
-        found_shards.par_iter().map(read_footer).collect();
+    if kind == Kind::Parquet {
+        found_shards.par_iter_mut().for_each(|shard| {
+            shard.footer = Some(ParquetFile::open(&root.join(&shard.path)).map(Arc::new));
+        });
+    }
     let read_shard = |index: usize| {
-        let path = root.join(&found_shards[index].path);
-        match &footers[index] {
+        let FoundShard { path, footer, .. } = &found_shards[index];
+        let path = root.join(path);
+        match footer {
             None => members::read_members(&path),
             Some(Ok(file)) => parquet::read_members(file, &path),
             Some(Err(error)) => error.clone().into(),
@@ -135,9 +136,7 @@ fn read(
     };
     let members = index::describe_shards(dataset, &stamped, store, read_shard);
     let mut splits: BTreeMap<&str, SplitContents> = BTreeMap::new();
-    for ((FoundShard { split, path, stamp }, footer), members) in
-        found_shards.iter().zip(&footers).zip(members)
-    {
+    for (FoundShard { split, path, stamp, footer }, members) in found_shards.iter().zip(members) {
         let found = splits.entry(*split).or_insert_with(|| SplitContents::new(root));
         match footer {
             None => found.add(root, path, ContainerKind::Tar(*stamp), members),
@@ -148,12 +147,10 @@ fn read(
             Some(Err(error)) => found.broken.push(broken_file(&root.join(path), error.detail.clone())),
         }
     }
-    let names = common_class_names(
-        root,
-        found_shards.iter().zip(&footers).filter_map(|(shard, footer)| {
-            Some((shard.path.as_path(), footer.as_ref()?.as_ref().ok()?.class_names()?))
-        }),
-    )?;
+    let named = found_shards.iter().filter_map(|shard| {
+        Some((shard.path.as_path(), shard.footer.as_ref()?.as_ref().ok()?.class_names()?))
+    });
+    let names = common_class_names(root, named)?;
     let classes = find_classes(root, names, &splits)?;
     // Negative labels mark the pictures of a test split that is published without labels.
     for (_, found) in splits.iter_mut().filter(|(name, _)| **name != "train") {
@@ -193,6 +190,8 @@ struct FoundShard {
     /// The path relative to the root.
     path: PathBuf,
     stamp: Stamp,
+    /// The footer, if the shard is a Parquet file. It is small, and has the names of classes and the offsets of pages.
+    footer: Option<Result<Arc<ParquetFile>, UnusableFile>>,
 }
 
 /// The content of a split's shards.
@@ -217,7 +216,7 @@ impl SplitContents {
 
     fn add(&mut self, root: &Path, shard: &Path, kind: ContainerKind, members: Members) {
         let path = root.join(shard);
-        self.broken.extend(members.shard_error.map(|detail| broken_file(&path, detail)));
+        self.broken.extend(members.error.map(|error| broken_file(&path, error.detail)));
         self.listing.add_container(shard, kind);
         for entry in members.entries {
             match (&entry.broken, &entry.label) {

@@ -40,22 +40,18 @@ pub fn read_stored(
     let catalog = Catalog::open(path)?;
     let Some(found) = catalog.split(split) else {
         let names: Vec<_> = catalog.splits.iter().map(|s| s.name.as_str()).collect();
-        return Err(DataError::Invalid(format!(
-            "there is no split {split:?}; there are {}",
-            names.join(", ")
-        )));
+        let names = names.join(", ");
+        return Err(DataError::Invalid(format!("there is no split {split:?}; there are {names}")));
     };
-    let label = match class {
-        None => None,
-        Some(name) => Some(catalog.classes.iter().position(|c| c == name).ok_or_else(|| {
-            DataError::Invalid(format!(
-                "there is no class {name:?}; there are {}",
-                catalog.classes.join(", ")
-            ))
-        })? as u32),
+    let label_of = |name: &str| {
+        catalog.classes.iter().position(|class| class == name).ok_or_else(|| {
+            let classes = catalog.classes.join(", ");
+            DataError::Invalid(format!("there is no class {name:?}; there are {classes}"))
+        })
     };
-    let mut matching: Vec<usize> =
-        (0..found.labels.len()).filter(|i| label.is_none_or(|l| found.labels[*i] == l)).collect();
+    let label = class.map(label_of).transpose()?;
+    let has_label = |i: &usize| label.is_none_or(|label| found.labels[*i] as usize == label);
+    let mut matching: Vec<usize> = (0..found.labels.len()).filter(has_label).collect();
     if let Some(seed) = shuffle {
         let order = Random::new(&[seed]).permutation(matching.len());
         matching = order.into_iter().map(|position| matching[position as usize]).collect();

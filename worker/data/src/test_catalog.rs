@@ -6,6 +6,7 @@ use serde_json::Value;
 use std::{
     fs,
     io::Cursor,
+    ops::Range,
     path::{Path, PathBuf},
 };
 
@@ -22,6 +23,15 @@ pub(crate) fn listing(split: &Split) -> &Listing {
     match &split.samples {
         Samples::Listed(listing) => listing,
         Samples::Memory { .. } => panic!("{split:?}"),
+    }
+}
+
+/// Fails unless `text` contains all `parts`.
+#[track_caller]
+pub(crate) fn assert_contains(text: impl ToString, parts: &[&str]) {
+    let text = text.to_string();
+    for part in parts {
+        assert!(text.contains(part), "{part:?} is not in {text:?}");
     }
 }
 
@@ -74,6 +84,14 @@ pub(crate) fn assert_samples(
         }
     }
     assert_eq!(wanted.next(), None, "all samples were read");
+}
+
+/// Writes the pictures `000.png` and so on into a class folder.
+pub(crate) fn write_class(folder: &Path, numbers: Range<u32>, picture: impl Fn(u32) -> RgbImage) {
+    fs::create_dir_all(folder).unwrap();
+    for number in numbers {
+        picture(number).save(folder.join(format!("{number:03}.png"))).unwrap();
+    }
 }
 
 pub(crate) fn encode(picture: &RgbImage, format: ImageFormat) -> Vec<u8> {

@@ -16,20 +16,18 @@ use safetensors::SafeTensors;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
+const OPERATIONS: &str = "operations.safetensors";
 /// Maximum difference, relative to the largest value.
 const TOLERANCE: f32 = 1e-5;
-
-/// Calls `check(fixtures, name, numbers)` for every case of `op`. A name is `op.number.number...`; `numbers` are their absolute values.
-fn cases(op: &str, check: impl FnMut(&Fixtures<'_>, &str, &[usize])) {
-    cases_in("operations.safetensors", op, check);
-}
 
 /// The contents of a file in `tests/pytorch/fixtures`.
 fn read(file: &str) -> Vec<u8> {
     std::fs::read(format!("{}/../../tests/pytorch/fixtures/{file}", env!("CARGO_MANIFEST_DIR"))).unwrap()
 }
 
-fn cases_in(file: &str, op: &str, mut check: impl FnMut(&Fixtures<'_>, &str, &[usize])) {
+/// Calls `check(fixtures, name, numbers)` for every case of `op` in `file`. A name is `op.number.number...`; `numbers` are their absolute
+/// values.
+fn cases(file: &str, op: &str, mut check: impl FnMut(&Fixtures<'_>, &str, &[usize])) {
     let bytes = read(file);
     let fixtures = Fixtures(SafeTensors::deserialize(&bytes).unwrap());
     let mut names: Vec<String> = fixtures
@@ -82,7 +80,7 @@ fn compare(name: &str, ours: &[f32], theirs: &[f32], tolerance: f32) {
 
 #[test]
 fn convolutions_match_pytorch() {
-    cases("conv", |fixtures, name, numbers| {
+    cases(OPERATIONS, "conv", |fixtures, name, numbers| {
         let &[batch, side, in_c, out_c, kernel, stride] = numbers else { panic!("{name}") };
         compare_convolution(fixtures, name, [batch, side, in_c, out_c, kernel, stride, 1]);
     });
@@ -90,7 +88,7 @@ fn convolutions_match_pytorch() {
 
 #[test]
 fn grouped_convolutions_match_pytorch() {
-    cases_in("grouped.safetensors", "grouped", |fixtures, name, numbers| {
+    cases("grouped.safetensors", "grouped", |fixtures, name, numbers| {
         compare_convolution(fixtures, name, numbers.try_into().unwrap());
     });
 }
@@ -122,7 +120,7 @@ fn compare_convolution(fixtures: &Fixtures<'_>, name: &str, numbers: [usize; 7])
 
 #[test]
 fn batch_norms_match_pytorch() {
-    cases("norm", |fixtures, name, numbers| {
+    cases(OPERATIONS, "norm", |fixtures, name, numbers| {
         let &[batch, side, channels, relu, shortcut, offset] = numbers else { panic!("{name}") };
         // The name has the offset's sign.
         let offset = if name.ends_with(&format!("-{offset}")) { -(offset as f32) } else { offset as f32 };
@@ -186,7 +184,7 @@ fn batch_norms_match_pytorch() {
 #[test]
 fn poolings_match_pytorch() {
     let square = |side, channels| TensorShape { height: side, width: side, channels };
-    cases("max_pool", |fixtures, name, numbers| {
+    cases(OPERATIONS, "max_pool", |fixtures, name, numbers| {
         let &[batch, side, channels] = numbers else { panic!("{name}") };
         let (input, output) = (square(side, channels), square(side.div_ceil(2), channels));
         let pool = MaxPool { input, output, kernel: 3, stride: 2, padding: 1, row_padding: 1 };
@@ -201,7 +199,7 @@ fn poolings_match_pytorch() {
         pool.backward(&synthetic_values(&format!("{name}.dy"), y.len()), &argmax, &mut dx);
         fixtures.compare(&format!("{name}.dx"), &dx);
     });
-    cases("average_pool", |fixtures, name, numbers| {
+    cases(OPERATIONS, "average_pool", |fixtures, name, numbers| {
         let &[batch, side, channels] = numbers else { panic!("{name}") };
         let input = square(side, channels);
         let x = synthetic_values(&format!("{name}.x"), batch * input.len());
@@ -215,7 +213,7 @@ fn poolings_match_pytorch() {
 
 #[test]
 fn linear_layers_match_pytorch() {
-    cases("linear", |fixtures, name, numbers| {
+    cases(OPERATIONS, "linear", |fixtures, name, numbers| {
         let &[batch, inputs, outputs] = numbers else { panic!("{name}") };
         let make = |key: &str, len| synthetic_values(&format!("{name}.{key}"), len);
         let (x, w, b) = (make("x", batch * inputs), make("w", inputs * outputs), make("b", outputs));
@@ -234,7 +232,7 @@ fn linear_layers_match_pytorch() {
 
 #[test]
 fn losses_match_pytorch() {
-    cases("loss", |fixtures, name, numbers| {
+    cases(OPERATIONS, "loss", |fixtures, name, numbers| {
         let &[batch, classes, smoothing, scale] = numbers else { panic!("{name}") };
         let logits: Vec<f32> = synthetic_values(&format!("{name}.x"), batch * classes)
             .iter()
@@ -299,7 +297,7 @@ fn losses_with_class_weights_match_pytorch() {
 
 #[test]
 fn steps_of_sgd_match_pytorch() {
-    cases("sgd", |fixtures, name, numbers| {
+    cases(OPERATIONS, "sgd", |fixtures, name, numbers| {
         let kind = if numbers == [1] { OptimizerKind::Nesterov } else { OptimizerKind::Momentum };
         let sgd = Optimizer { kind, momentum: 0.9, weight_decay: 0.01, ..Optimizer::default() };
         let (mut w, mut v) = (synthetic_values(&format!("{name}.w"), 50), vec![0.0; 50]);

@@ -5,6 +5,8 @@
 //! `[block][ky][kx][input channel][lane]`. If [`LANES`] does not divide `out_c`, the last block has only `out_c % LANES` lanes. The
 //! slice has no padding, so an optimizer may treat it as a vector. [`weight_from_oihw`] and [`weight_to_oihw`] convert from and to
 //! the order of checkpoints. In a grouped convolution, the input channels of a weight are those of one group.
+//!
+//! The passes write every value of their result. They panic if the length of a slice does not match the shape.
 
 #![allow(unsafe_code)] // Register tiles use raw pointers; the public functions check the slices.
 
@@ -38,15 +40,13 @@ impl ConvShape {
 
 /// Converts weights from the order of checkpoints, `[out_c][in_c / groups][kernel][kernel]`.
 pub fn weight_from_oihw(s: &ConvShape, src: &[f32], dst: &mut [f32]) {
-    assert_eq!(src.len(), s.weight_len(), "weights of {s:?}");
-    assert_eq!(dst.len(), s.weight_len(), "weights of {s:?}");
+    assert_eq!([src.len(), dst.len()], [s.weight_len(); 2], "weights of {s:?}");
     each_weight(s, |ours, oihw| dst[ours] = src[oihw]);
 }
 
-/// Converts weights to the order of checkpoints, `[out_c][in_c / groups][kernel][kernel]`.
+/// Converts weights to the order of checkpoints.
 pub fn weight_to_oihw(s: &ConvShape, src: &[f32], dst: &mut [f32]) {
-    assert_eq!(src.len(), s.weight_len(), "weights of {s:?}");
-    assert_eq!(dst.len(), s.weight_len(), "weights of {s:?}");
+    assert_eq!([src.len(), dst.len()], [s.weight_len(); 2], "weights of {s:?}");
     each_weight(s, |ours, oihw| dst[oihw] = src[ours]);
 }
 
@@ -82,12 +82,8 @@ fn check(s: &ConvShape, x_len: usize, w_len: usize, y_len: usize) {
     );
 }
 
-/// `y = conv(x, w)`; every value of `y` is written.
-///
-/// # Panics
-/// If the length of a slice does not match `s`.
+/// `y = conv(x, w)`.
 pub fn forward(s: &ConvShape, x: &[f32], w: &[f32], y: &mut [f32], scratch: &mut Scratch) {
-    check(s, x.len(), w.len(), y.len());
     run_forward(s, x, w, y, None, scratch);
 }
 
@@ -99,6 +95,7 @@ fn run_forward(
     sums: Option<&mut [f64]>,
     scratch: &mut Scratch,
 ) {
+    check(s, x.len(), w.len(), y.len());
     let tiles = scratch.tiles;
     // Tiles need whole blocks of channels, so narrow groups are merged.
     let merged = grouped::merged_shape(s, LANES * tiles.values_per_unit);
@@ -114,9 +111,6 @@ fn run_forward(
 ///
 /// To limit rounding, a task sums differences from a pivot (an output of the channel) in float32, and the pivot is added back in float64.
 /// The sums of the tasks are added in float64, in order, so the result does not depend on the number of threads.
-///
-/// # Panics
-/// If the length of a slice does not match `s`.
 pub fn forward_with_sums(
     s: &ConvShape,
     x: &[f32],
@@ -124,16 +118,12 @@ pub fn forward_with_sums(
     y: &mut [f32],
     scratch: &mut Scratch,
 ) -> Vec<f64> {
-    check(s, x.len(), w.len(), y.len());
     let mut sums = vec![0.0; 2 * s.out_c];
     run_forward(s, x, w, y, Some(&mut sums), scratch);
     sums
 }
 
-/// The gradient of the input, `dx`, from the gradient of the output, `dy`; every value of `dx` is written.
-///
-/// # Panics
-/// If the length of a slice does not match `s`.
+/// The gradient of the input, `dx`, from the gradient of the output, `dy`.
 pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], scratch: &mut Scratch) {
     check(s, dx.len(), w.len(), dy.len());
     let merged = grouped::merged_shape(s, LANES * scratch.tiles.values_per_unit);
@@ -143,10 +133,7 @@ pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], scra
     pass.run(dy, w, dx, None, scratch.tiles, &scratch.task_buffers);
 }
 
-/// The gradient of the weights, `dw`, in the order of the weights; every value of `dw` is written.
-///
-/// # Panics
-/// If the length of a slice does not match `s`.
+/// The gradient of the weights, `dw`, in the order of the weights.
 pub fn backward_weight(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
     check(s, x.len(), dw.len(), dy.len());
     // Here a lane has one channel also with bfloat16: the two values of a unit are of two pictures, not of two channels.
@@ -157,6 +144,6 @@ pub fn backward_weight(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scr
     let mut buffer = std::mem::take(&mut scratch.merged);
     let wide = buffer.get(merged.weight_len());
     weight::gradient(&merged, x, dy, wide, scratch);
-    grouped::extract_weights(s, &merged, wide, dw);
+    grouped::each_weight(s, &merged, |own, at| dw[own] = wide[at]);
     scratch.merged = buffer;
 }

@@ -14,7 +14,6 @@ impl TensorShape {
         self.height * self.width * self.channels
     }
 
-    /// Whether there are no values.
     pub fn is_empty(self) -> bool {
         self.len() == 0
     }

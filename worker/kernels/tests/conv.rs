@@ -49,60 +49,42 @@ fn passes(s: &ConvShape, x: &[f32], oihw: &[f32], dy: &[f32], scratch: &mut Scra
 
 /// Outputs, gradient of the inputs and gradient of the weights by the definition, in float64.
 fn reference(s: &ConvShape, x: &[f32], w: &[f32], dy: &[f32]) -> [Vec<f64>; 3] {
-    let (out_h, out_w) = (s.out_h(), s.out_w());
+    let (out_h, out_w, kernel) = (s.out_h(), s.out_w(), s.kernel);
+    let (inputs, outputs) = (s.group_in_c(), s.group_out_c());
     let mut y = vec![0.0; s.output_len()];
     let mut dx = vec![0.0; s.input_len()];
     let mut dw = vec![0.0; s.weight_len()];
-    let k = s.kernel;
-    // Channels per group.
-    let (inputs, outputs) = (s.in_c / s.groups, s.out_c / s.groups);
-    let oihw_at = |o: usize, i: usize, ky: usize, kx: usize| ((o * inputs + i) * k + ky) * k + kx;
-    // Weights as [ky][kx][in][out], so that the innermost loop has stride 1.
-    let mut hwio = vec![0.0; w.len()];
-    let mut dhwio = vec![0.0; w.len()];
-    let hwio_at = |o: usize, i: usize, ky: usize, kx: usize| ((ky * k + kx) * inputs + i) * s.out_c + o;
-    let each = |f: &mut dyn FnMut(usize, usize)| {
-        for o in 0..s.out_c {
-            for i in 0..inputs {
-                for ky in 0..k {
-                    for kx in 0..k {
-                        f(hwio_at(o, i, ky, kx), oihw_at(o, i, ky, kx));
-                    }
+    for tap in 0..kernel * kernel {
+        // The weights of this kernel offset as [in][out], so that the innermost loop has stride 1.
+        let oihw = |index: usize| (index % s.out_c * inputs + index / s.out_c) * kernel * kernel + tap;
+        let tap_w: Vec<f64> = (0..inputs * s.out_c).map(|index| w[oihw(index)].into()).collect();
+        let mut tap_dw = vec![0.0; tap_w.len()];
+        for position in 0..s.batch * out_h * out_w {
+            let (n, oy, ox) = (position / out_w / out_h, position / out_w % out_h, position % out_w);
+            let iy = (oy * s.stride + tap / kernel) as isize - s.row_padding as isize;
+            let ix = (ox * s.stride + tap % kernel) as isize - s.padding as isize;
+            if iy < 0 || ix < 0 || iy >= s.in_h as isize || ix >= s.in_w as isize {
+                continue;
+            }
+            let x0 = ((n * s.in_h + iy as usize) * s.in_w + ix as usize) * s.in_c;
+            let y0 = position * s.out_c;
+            for i in 0..s.in_c {
+                let value = f64::from(x[x0 + i]);
+                let w0 = i % inputs * s.out_c;
+                let mut sum = 0.0;
+                for o in i / inputs * outputs..(i / inputs + 1) * outputs {
+                    let g = f64::from(dy[y0 + o]);
+                    y[y0 + o] += value * tap_w[w0 + o];
+                    tap_dw[w0 + o] += value * g;
+                    sum += g * tap_w[w0 + o];
                 }
+                dx[x0 + i] += sum;
             }
         }
-    };
-    each(&mut |hwio_index, oihw| hwio[hwio_index] = f64::from(w[oihw]));
-    for n in 0..s.batch {
-        for oy in 0..out_h {
-            for ox in 0..out_w {
-                let y0 = ((n * out_h + oy) * out_w + ox) * s.out_c;
-                for ky in 0..k {
-                    for kx in 0..k {
-                        let iy = (oy * s.stride + ky) as isize - s.row_padding as isize;
-                        let ix = (ox * s.stride + kx) as isize - s.padding as isize;
-                        if iy < 0 || ix < 0 || iy >= s.in_h as isize || ix >= s.in_w as isize {
-                            continue;
-                        }
-                        let x0 = ((n * s.in_h + iy as usize) * s.in_w + ix as usize) * s.in_c;
-                        for i in 0..s.in_c {
-                            let xv = f64::from(x[x0 + i]);
-                            let w0 = hwio_at(0, i % inputs, ky, kx);
-                            let mut sum = 0.0;
-                            for o in i / inputs * outputs..(i / inputs + 1) * outputs {
-                                let g = f64::from(dy[y0 + o]);
-                                y[y0 + o] += xv * hwio[w0 + o];
-                                dhwio[w0 + o] += xv * g;
-                                sum += g * hwio[w0 + o];
-                            }
-                            dx[x0 + i] += sum;
-                        }
-                    }
-                }
-            }
+        for (index, gradient) in tap_dw.into_iter().enumerate() {
+            dw[oihw(index)] = gradient;
         }
     }
-    each(&mut |hwio_index, oihw| dw[oihw] = dhwio[hwio_index]);
     [y, dx, dw]
 }
 
@@ -117,12 +99,11 @@ fn assert_close(name: &str, s: &ConvShape, got: &[f32], want: &[f64]) {
     }
 }
 
-/// Compares the passes with the reference, in every number format and on every instruction set that this machine supports.
 fn check(shapes: &[[usize; 8]]) {
-    let shapes: Vec<_> = shapes.iter().copied().map(shape).collect();
-    check_all(&shapes);
+    check_all(&shapes.iter().copied().map(shape).collect::<Vec<_>>());
 }
 
+/// Compares the passes with the reference, in every number format and on every instruction set that this machine supports.
 fn check_all(shapes: &[ConvShape]) {
     for (format, s) in Format::ALL.into_iter().flat_map(|format| shapes.iter().map(move |s| (format, s))) {
         let (x, w, dy) = (values(s.input_len(), 1), values(s.weight_len(), 2), values(s.output_len(), 3));
@@ -275,7 +256,6 @@ fn odd_grouped_shapes_match_the_definition() {
     ]);
 }
 
-/// A change of one group's inputs changes only this group's outputs and weight gradients.
 #[test]
 fn groups_do_not_affect_each_other() {
     let s = grouped(4, [3, 6, 6, 16, 32, 3, 1, 1]);
@@ -296,9 +276,8 @@ fn groups_do_not_affect_each_other() {
     assert_eq!(before.dx, after.dx);
 }
 
-/// The sums for batch normalisation equal those of the outputs, also if the mean is far from zero.
 #[test]
-fn sums_are_those_of_the_outputs() {
+fn sums_are_those_of_the_outputs_even_with_means_far_from_zero() {
     for mut scratch in Format::ALL.into_iter().flat_map(every_scratch) {
         for s in [
             [29, 16, 16, 16, 16, 3, 1, 1],
@@ -348,7 +327,6 @@ fn same_bits_with_and_without_vectors_in_bfloat16() {
     }
 }
 
-/// The number of threads does not change results: a difference of one bit would make runs diverge.
 #[test]
 fn same_bits_on_any_number_of_threads() {
     for s in [
@@ -398,7 +376,6 @@ fn weights_survive_the_round_trip() {
     }
 }
 
-/// NaN and infinity propagate, so that divergence is not hidden.
 #[test]
 fn nan_and_infinity_propagate() {
     let s = shape([13, 5, 5, 16, 32, 3, 1, 1]);

@@ -29,7 +29,7 @@ use std::{
     path::Path,
 };
 
-/// Increase the version also when the reader supports more pictures, because the index has the pictures that were broken.
+/// Increase the version also when the reader supports more pictures, because older indexes list these pictures as broken.
 const MAGIC: &[u8; 8] = b"LSINDEX\x04";
 /// Larger index files are considered damaged. The index of fourteen million pictures has 800 MB.
 const MAX_BYTES: u64 = 8 << 30;
@@ -48,11 +48,10 @@ pub(crate) struct Entry {
     /// The offset of the picture in the shard. 0 for a file.
     pub(crate) offset: u64,
     pub(crate) is_jpeg: bool,
-    /// In pixels; 0 if the picture is broken.
+    /// In pixels. Width, height and hash are 0 if the picture is broken.
     pub(crate) width: u32,
-    /// In pixels; 0 if the picture is broken.
     pub(crate) height: u32,
-    /// The hash of the picture's bytes, see [`content_hash`]. 0 if the picture is broken.
+    /// The hash of the picture's bytes, see [`content_hash`].
     pub(crate) hash: u64,
     /// The number or name of the class, if the picture is in a shard.
     pub(crate) label: Option<String>,

@@ -119,7 +119,6 @@ impl BatchBuilder<'_> {
         let mut batch = Batch {
             images: vec![0.0; length(BatchFormat::Normalised)],
             bytes: vec![0; length(BatchFormat::Bytes)],
-            augment_params: Vec::new(),
             labels: chosen.iter().map(|c| part.split.labels[*c as usize]).collect(),
             indices: chosen.iter().map(|c| u64::from(*c)).collect(),
             global_samples: chosen.len(),

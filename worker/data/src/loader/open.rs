@@ -246,9 +246,7 @@ impl DataSource {
 
 /// Notes for the log about classes without any validation picture or without any training picture. For a class with
 /// few pictures this happens by chance.
-///
-/// # Errors
-/// The fraction holds out no picture at all, or leaves none for training.
+/// Fails if the fraction holds out no picture at all, or leaves none for training.
 fn check_held_out(
     classes: &[String],
     labels: &[u32],
@@ -256,18 +254,16 @@ fn check_held_out(
     trained_on: &[u32],
     fraction: f64,
 ) -> Result<Vec<String>, DataError> {
-    let total = labels.len() as u64;
+    let pictures = plural(labels.len() as u64, "training picture");
     if held_out.is_empty() {
         return Err(DataError::Invalid(format!(
-            "data.validation = {fraction} holds out none of {}: give a larger fraction, another data.validation_seed, or \"none\"",
-            plural(total, "training picture")
+            "data.validation = {fraction} holds out none of {pictures}: give a larger fraction, another data.validation_seed, or \"none\""
         )));
     }
     if trained_on.is_empty() {
         return Err(DataError::Invalid(format!(
-            "data.validation = {fraction} holds out all of {}, and none is left to train on: give a smaller fraction, or another \
-             data.validation_seed",
-            plural(total, "training picture")
+            "data.validation = {fraction} holds out all of {pictures}, and none is left to train on: give a smaller fraction, or another \
+             data.validation_seed"
         )));
     }
     let lacking = |positions: &[u32], kind: &str| -> Option<String> {
@@ -284,9 +280,7 @@ fn check_held_out(
 }
 
 /// A note for the log if a class has fewer pictures than there are folds.
-///
-/// # Errors
-/// The split has fewer pictures than there are folds, or the fold contains none or all of the pictures.
+/// Fails if the split has fewer pictures than there are folds, or if the fold contains none or all of the pictures.
 fn check_folds(
     classes: &[String],
     labels: &[u32],
@@ -313,9 +307,7 @@ fn check_folds(
 
 /// The sides of the network's input: the training sides, each with the epoch (from 0) in which it begins, and the
 /// evaluation side. Pictures have `height` x `width` pixels.
-///
-/// # Errors
-/// The job's sizes do not fit each other, or do not fit the pictures.
+/// Fails if the job's sizes do not fit each other or the pictures.
 fn network_sizes(
     spec: &DataSpec,
     height: usize,

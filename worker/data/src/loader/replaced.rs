@@ -32,8 +32,7 @@ pub fn too_many(broken: usize, seen: usize, total: usize) -> bool {
     broken > MIN_ALLOWED.max(seen / ALLOWED_ONE_IN) || (broken > 0 && broken >= total)
 }
 
-/// The broken pictures of a part. [`Part::with_replacements`] describes how they
-/// are replaced.
+/// The broken pictures of a part.
 #[derive(Debug)]
 pub(super) struct Broken {
     /// Whether broken files are allowed (`data.broken_files = "skip"`). Otherwise the first broken file is an error.
@@ -69,11 +68,8 @@ impl Broken {
 
 impl Part {
     /// Makes a batch of the pictures at the positions `chosen`. Each broken picture is replaced by another readable
-    /// picture of the part.
-    ///
-    /// # Errors
-    /// Too many of the pictures that this rank has read are broken. A rank reads pictures in random order, so these
-    /// pictures are representative.
+    /// picture of the part. Fails if too many of the pictures that this rank has read are broken. A rank reads pictures in random
+    /// order, so these pictures are representative.
     pub(super) fn with_replacements(
         &self,
         chosen: &[u32],
@@ -183,7 +179,7 @@ fn replacement(part: &Part, position: u32, broken: &BTreeSet<u32>) -> u32 {
 mod tests {
     use crate::{
         loader::{DataSource, EpochPlan},
-        test_catalog,
+        test_catalog::{self, assert_contains},
     };
     use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
     use std::{collections::BTreeMap, fs, path::Path};
@@ -198,14 +194,9 @@ mod tests {
     fn folder() -> TempDir {
         let dir = tempfile::tempdir().unwrap();
         for (c, class) in (0..).zip(["cat", "dog"]) {
-            let home = dir.path().join("train").join(class);
-            fs::create_dir_all(&home).unwrap();
-            for number in 0..PER_CLASS {
-                let colour = image::Rgb([c * 90, number as u8 * 9, 7]);
-                image::RgbImage::from_pixel(8, 8, colour)
-                    .save(home.join(format!("{number:02}.png")))
-                    .unwrap();
-            }
+            test_catalog::write_class(&dir.path().join("train").join(class), 0..PER_CLASS, |number| {
+                image::RgbImage::from_pixel(8, 8, image::Rgb([c * 90, number as u8 * 9, 7]))
+            });
         }
         dir
     }
@@ -257,15 +248,15 @@ mod tests {
 
     /// Breaks two consecutive pictures and the last one: two files are removed, and one is no picture any more.
     fn break_some(dir: &Path) {
-        for name in ["cat/04.png", "cat/05.png", "dog/19.png"] {
+        for name in ["cat/004.png", "cat/005.png", "dog/019.png"] {
             let path = dir.join("train").join(name);
             fs::rename(&path, path.with_extension("away")).unwrap();
         }
-        fs::write(dir.join("train/cat/05.png"), "I am no picture").unwrap();
+        fs::write(dir.join("train/cat/005.png"), "I am no picture").unwrap();
     }
 
     fn repair(dir: &Path) {
-        for name in ["cat/04.png", "cat/05.png", "dog/19.png"] {
+        for name in ["cat/004.png", "cat/005.png", "dog/019.png"] {
             let path = dir.join("train").join(name);
             fs::rename(path.with_extension("away"), &path).unwrap();
         }
@@ -299,7 +290,7 @@ mod tests {
         let dir = folder();
         let source = open(dir.path(), BrokenFiles::Skip, no_validation());
         for number in 2..16 {
-            fs::remove_file(dir.path().join(format!("train/cat/{number:02}.png"))).unwrap();
+            fs::remove_file(dir.path().join(format!("train/cat/{number:03}.png"))).unwrap();
         }
         let plan = EpochPlan { threads: 2, ..EpochPlan::of(40) };
         let batch = source.epoch(plan).next().unwrap().unwrap();
@@ -328,18 +319,18 @@ mod tests {
             source.validation(rank, world_size, batch_size, threads).next().unwrap().unwrap().indices;
         let index = held_out[7];
         let class = ["cat", "dog"][index as usize / 20];
-        fs::remove_file(dir.path().join(format!("train/{class}/{:02}.png", index % 20))).unwrap();
+        fs::remove_file(dir.path().join(format!("train/{class}/{:03}.png", index % 20))).unwrap();
         assert_eq!(count_validated(), all - 1);
         let (messages, count) = source.take_newly_broken();
         assert!(
-            count == 1 && messages[0].contains(&format!("{class}/{:02}.png cannot be read", index % 20)),
+            count == 1 && messages[0].contains(&format!("{class}/{:03}.png cannot be read", index % 20)),
             "{messages:?}"
         );
         assert_eq!((count_validated(), source.take_newly_broken()), (all - 1, (vec![], 1)));
     }
 
     #[test]
-    fn without_skip_one_broken_picture_is_fatal_and_with_skip_too_many_are() {
+    fn broken_pictures_are_fatal_without_skip_or_if_too_many() {
         let dir = folder();
         let plan = EpochPlan::of(8);
         let first_error =
@@ -350,19 +341,17 @@ mod tests {
             open(dir.path(), BrokenFiles::Skip, no_validation()),
         );
         break_some(dir.path());
-        let message = first_error(&strict).expect("an error");
-        assert!(message.contains(".png "), "{message}");
+        assert_contains(first_error(&strict).expect("an error"), &[".png "]);
         // Sixteen pictures may break in any split; seventeen are too many.
         repair(dir.path());
         let remove =
-            |number: usize| fs::remove_file(dir.path().join(format!("train/cat/{number:02}.png"))).unwrap();
+            |number: usize| fs::remove_file(dir.path().join(format!("train/cat/{number:03}.png"))).unwrap();
         (0..16).for_each(remove);
         assert_eq!(first_error(&few), None);
         remove(16);
-        let message = first_error(&many).expect("an error");
-        assert!(
-            message.contains("17 of ") && message.contains("pictures cannot be read any more"),
-            "{message}"
+        assert_contains(
+            first_error(&many).expect("an error"),
+            &["17 of ", "pictures cannot be read any more"],
         );
     }
 }

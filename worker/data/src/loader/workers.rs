@@ -55,18 +55,8 @@ impl Workers {
             && self.pool.as_ref().is_some_and(|pool| pool.current_num_threads() == threads)
     }
 
-    /// The threads that do `work`. `None` if the calling thread does it.
-    fn threads(&self, work: Work) -> Option<&ThreadPool> {
-        match work {
-            Work::Decoding => self.pool.as_ref(),
-            Work::AroundDevice => self.side_pool.as_ref().or(self.pool.as_ref()),
-        }
-    }
-
     /// Calls `make` with each of `numbers`, and returns the results in this order.
-    ///
-    /// # Errors
-    /// Of several errors, the first in the order of `numbers`.
+    /// Of several errors, the first in the order of `numbers` is returned.
     pub(super) fn map<T: Send>(
         &self,
         work: Work,
@@ -79,7 +69,11 @@ impl Workers {
             SCRATCH.set(scratch);
             made
         };
-        match self.threads(work) {
+        let pool = match work {
+            Work::Decoding => self.pool.as_ref(),
+            Work::AroundDevice => self.side_pool.as_ref().or(self.pool.as_ref()),
+        };
+        match pool {
             None => numbers.iter().map(make).collect(),
             Some(pool) => pool.install(|| {
                 let made: Vec<_> = numbers.par_iter().with_max_len(1).map(make).collect();

@@ -26,8 +26,7 @@ pub(super) struct Columns {
     pub(super) names: Option<Vec<String>>,
 }
 
-/// # Errors
-/// Why the file cannot be used, as a phrase to follow its name.
+/// The error is a phrase to follow the file's name.
 pub(super) fn choose(metadata: &FileMetaData) -> Result<Columns, String> {
     let all: Vec<&ColumnDescriptor> = metadata.schema_descr().columns().iter().map(AsRef::as_ref).collect();
     let features = features(metadata)?;

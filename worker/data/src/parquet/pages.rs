@@ -45,18 +45,15 @@ impl std::error::Error for TooLarge {}
 
 /// The source of a column's pages.
 pub(super) struct Pages {
-    source: Arc<Source>,
+    pub(super) source: Arc<Source>,
     /// Whether an offset index tells where pages are. Pages are then read together with their headers.
-    has_offset_index: bool,
-    is_gzip: bool,
-    max_bytes: u64,
+    pub(super) has_offset_index: bool,
+    pub(super) is_gzip: bool,
+    /// Maximum size of a decompressed page.
+    pub(super) max_bytes: u64,
 }
 
 impl Pages {
-    pub(super) fn new(source: Arc<Source>, has_offset_index: bool, is_gzip: bool, max_bytes: u64) -> Self {
-        Self { source, has_offset_index, is_gzip, max_bytes }
-    }
-
     /// Decompresses gzip data to its end, whatever a header says. The stream follows the page header and, in pages of
     /// version 2, the levels.
     fn check_gzip(&self, data: &[u8]) -> Result<(), TooLarge> {
@@ -104,8 +101,8 @@ impl ChunkReader for Pages {
     }
 }
 
-/// A reader that checks a page header. A reader may also be requested without reading anything, if the header is
-/// known.
+/// A reader that checks the page header before the first read. If the crate `parquet` knows the header, it requests a reader and
+/// reads nothing.
 pub(super) struct Header {
     from: BufReader<Cursor>,
     /// The limit. `None` after the check.
@@ -151,6 +148,7 @@ fn decompressed_bytes(head: &[u8]) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::{super::UnusableFile, *};
+    use crate::test_catalog::assert_contains;
     use std::io::Write;
 
     /// The beginning of the header of a dictionary page (type 2) with this decompressed size in bytes.
@@ -165,10 +163,11 @@ mod tests {
         head
     }
 
-    fn pages(content: &[u8], is_indexed: bool, is_gzip: bool, max_bytes: u64) -> Pages {
+    fn pages(content: &[u8], has_offset_index: bool, is_gzip: bool, max_bytes: u64) -> Pages {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(content).unwrap();
-        Pages::new(Arc::new(Source::new(file, content.len() as u64)), is_indexed, is_gzip, max_bytes)
+        let source = Arc::new(Source::new(file, content.len() as u64));
+        Pages { source, has_offset_index, is_gzip, max_bytes }
     }
 
     #[test]
@@ -203,11 +202,8 @@ mod tests {
                 Ok(())
             };
             assert!(read(1000).is_ok());
-            let message = UnusableFile::from(read(1001).unwrap_err()).detail;
-            assert!(
-                message.starts_with("has a page of 1001 bytes") && message.contains("at most 1000"),
-                "{message}"
-            );
+            let detail = UnusableFile::from(read(1001).unwrap_err()).detail;
+            assert_contains(detail, &["has a page of 1001 bytes", "at most 1000"]);
         }
     }
 
@@ -224,8 +220,10 @@ mod tests {
                 pages(&content, is_indexed, is_gzip, max_bytes).get_bytes(0, content.len()).map(drop)
             };
             assert!(read(5000).is_ok());
-            let message = UnusableFile::from(read(4999).unwrap_err()).detail;
-            assert!(message.contains("has a page of 5000 bytes or more"), "{message}");
+            assert_contains(
+                UnusableFile::from(read(4999).unwrap_err()).detail,
+                &["has a page of 5000 bytes or more"],
+            );
         }
         let twice = [&data[..], &data].concat();
         assert!(pages(&twice, is_indexed, is_gzip, 9999).get_bytes(0, twice.len()).is_err());

@@ -33,20 +33,18 @@ pub(crate) fn read_members(file: &ParquetFile, path: &Path) -> Members {
     let mut failed_groups = 0;
     for group in 0..file.metadata.num_row_groups() {
         // Other row groups may be intact.
-        if let Err(UnusableFile { detail, is_transient }) =
-            file.examine_group(&source, group, &mut members.entries)
-        {
-            members.is_transient |= is_transient;
+        if let Err(error) = file.examine_group(&source, group, &mut members.entries) {
             failed_groups += 1;
             let (first, end) = (file.first_rows[group], file.first_rows[group + 1]);
             let place = format!("row group {group}, rows {first} to {}", end.saturating_sub(1));
-            members.shard_error.get_or_insert_with(|| format!("{detail} ({place})"));
+            let detail = format!("{} ({place})", error.detail);
+            let first_error = members.error.get_or_insert(UnusableFile::permanent(detail));
+            first_error.is_transient |= error.is_transient;
         }
     }
-    if let Some(shard_error) = members.shard_error.as_mut().filter(|_| failed_groups > 1) {
-        shard_error.push_str(&format!("; {failed_groups} row groups cannot be read"));
+    if let Some(error) = members.error.as_mut().filter(|_| failed_groups > 1) {
+        error.detail.push_str(&format!("; {failed_groups} row groups cannot be read"));
     }
-    members.is_transient |= members.entries.iter().any(|entry| entry.is_transient);
     members
 }
 

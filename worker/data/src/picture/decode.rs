@@ -53,8 +53,7 @@ enum Body<'a> {
 }
 
 impl<'a> Header<'a> {
-    /// # Errors
-    /// Why the picture cannot be decoded, as a phrase to follow its name.
+    /// The error is a phrase to follow the picture's name.
     pub(super) fn read(bytes: &'a [u8]) -> Result<Self, String> {
         let format = format_of(bytes).ok_or_else(|| not_a_picture_detail(bytes))?;
         if !whole::is_whole(format, bytes) {
@@ -185,10 +184,7 @@ fn cannot_be_decoded(error: impl std::fmt::Display) -> String {
 }
 
 impl Decoder {
-    /// Decodes a picture of any size and colour type as RGB.
-    ///
-    /// # Errors
-    /// Why the picture cannot be decoded, as a phrase to follow its name.
+    /// Decodes a picture of any size and colour type as RGB. The error is a phrase to follow the picture's name.
     pub(crate) fn decode(&mut self, bytes: &[u8]) -> Result<PictureRef<'_>, String> {
         let (width, height, pixels) = self.pixels_of(Header::read(bytes)?)?;
         Ok(PictureRef { width, height, channels: 3, pixels })

@@ -138,8 +138,7 @@ pub(super) struct Frame<'a> {
 }
 
 impl<'a> Frame<'a> {
-    /// # Errors
-    /// The file is not a JPEG file, or has no scan.
+    /// Fails if the file is not a JPEG file, or has no scan.
     pub(super) fn read(bytes: &'a [u8]) -> Result<Self, CpuDecodeReason> {
         if !bytes.starts_with(&[0xff, 0xd8, 0xff]) {
             return Err(CpuDecodeReason::OtherFormat);

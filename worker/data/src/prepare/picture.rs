@@ -25,10 +25,7 @@ impl Encoder {
         }
     }
 
-    /// Converts the picture in a file with these `bytes`.
-    ///
-    /// # Errors
-    /// Why the picture cannot be converted, as a phrase to follow its name.
+    /// Converts the picture in a file with these `bytes`. The error is a phrase to follow the picture's name.
     pub(super) fn convert(&mut self, bytes: Vec<u8>) -> Result<Vec<u8>, String> {
         // A picture that is copied unchanged is decoded too, so that a broken picture is found now, not by a job that
         // trains on the copy.

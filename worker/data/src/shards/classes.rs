@@ -36,12 +36,8 @@ pub(super) fn common_class_names<'a>(
     }
 }
 
-fn is_number(label: &str) -> bool {
-    label.parse::<u32>().is_ok()
-}
-
 pub(super) fn is_negative(label: &str) -> bool {
-    label.strip_prefix('-').is_some_and(is_number)
+    label.strip_prefix('-').is_some_and(|digits| digits.parse::<u32>().is_ok())
 }
 
 /// If all labels are numbers (outside the training split, negative numbers are ignored), classes are numbered, and

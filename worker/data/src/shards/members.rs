@@ -42,10 +42,8 @@ pub(super) fn read_members(path: &Path) -> Members {
     let mut samples = Vec::new();
     let read = read_samples(&file, size, &mut samples);
     report_scattered(&mut samples);
-    let mut members = read.err().map(Members::from).unwrap_or_default();
-    members.entries = samples.into_par_iter().filter_map(|sample| sample.entry(&file)).collect();
-    members.is_transient |= members.entries.iter().any(|entry| entry.is_transient);
-    members
+    let entries = samples.into_par_iter().filter_map(|sample| sample.entry(&file)).collect();
+    Members { entries, error: read.err() }
 }
 
 /// Consecutive members with the same basename.

@@ -5,7 +5,7 @@ mod names;
 use crate::{
     Catalog,
     pattern::expand,
-    test_catalog::{self, assert_broken, broken, listing, open, png, repository},
+    test_catalog::{self, assert_broken, assert_contains, broken, listing, open, png, repository},
 };
 use std::{
     fs,
@@ -45,10 +45,8 @@ fn shards_of_webdataset_are_read_in_their_order() {
     let catalog = open(&fixtures().join("numbers/{train,val}-{000000..000001}.tar")).expect("opens");
     assert_samples(&catalog, "numbers");
     let messages = broken(&catalog);
-    assert!(
-        messages.len() == 1 && messages[0].contains("val-000001.tar cannot be read: No such file"),
-        "{messages:?}"
-    );
+    assert_eq!(messages.len(), 1, "{messages:?}");
+    assert_contains(&messages[0], &["val-000001.tar cannot be read: No such file"]);
     let catalog = open(&fixtures().join("names.tar")).expect("opens");
     assert_eq!(catalog.classes.join(" "), "cat dog");
     assert_samples(&catalog, "names");
@@ -64,8 +62,7 @@ fn classes_txt_names_numbered_classes() {
     // No name contains a split, so all shards are training data.
     assert_eq!((catalog.splits.len(), catalog.splits[0].name.as_str()), (1, "train"));
     fs::write(dir.path().join("classes.txt"), "cat\ndog\n").unwrap();
-    let message = open(dir.path()).unwrap_err().to_string();
-    assert!(message.contains("names 2 classes, but the data has 3"), "{message}");
+    assert_contains(open(dir.path()).unwrap_err(), &["names 2 classes, but the data has 3"]);
 }
 
 #[test]
@@ -80,21 +77,20 @@ fn complete_samples_of_a_truncated_shard_are_read() {
     };
     // A sample has seven blocks: three headers, a class, a picture of two blocks, and a text.
     assert_eq!(read_truncated(whole.len()), (6, String::new()));
-    let (samples, message) = read_truncated(512 * 7 * 3 + 512 * 3 + 100);
-    assert!(
-        samples == 3 && message.contains("is cut off in the middle of 000003.jpg"),
-        "{samples} {message}"
-    );
-    assert!(!message.contains('\n'), "there is only one error: {message}");
-    let (samples, message) = read_truncated(512 * 7 * 3);
-    assert!(samples == 3 && message.contains("ends without a tar's closing blocks"), "{samples} {message}");
+    for (length, reason) in [
+        (512 * 7 * 3 + 512 * 3 + 100, "is cut off in the middle of 000003.jpg"),
+        (512 * 7 * 3, "ends without a tar's closing blocks"),
+    ] {
+        let (samples, message) = read_truncated(length);
+        assert_eq!((samples, message.lines().count()), (3, 1), "{message}");
+        assert_contains(message, &[reason]);
+    }
     let mut damaged = whole.clone();
     damaged[512 * 7 * 2..512 * 7 * 2 + 512].fill(b'x');
     fs::write(&shard, &damaged).unwrap();
     let catalog = open(dir.path()).expect("opens");
     assert_eq!(catalog.splits[0].labels.len(), 2);
-    let message = broken(&catalog).join("\n");
-    assert!(message.contains("is damaged after 6 members"), "{message}");
+    assert_contains(broken(&catalog).join("\n"), &["is damaged after 6 members"]);
     let gzip = [b"\x1f\x8b\x08\0".to_vec(), vec![0x9d; 2000]].concat();
     for (bytes, wanted) in [
         (&b""[..], "is empty"),
@@ -103,11 +99,7 @@ fn complete_samples_of_a_truncated_shard_are_read() {
         (&gzip, "train-0.tar is compressed with gzip, whatever its name says"),
     ] {
         fs::write(&shard, bytes).unwrap();
-        let message = open(dir.path()).unwrap_err().to_string();
-        assert!(
-            message.contains("holds no sample that can be used") && message.contains(wanted),
-            "{message}"
-        );
+        assert_contains(open(dir.path()).unwrap_err(), &["holds no sample that can be used", wanted]);
     }
 }
 
@@ -236,8 +228,7 @@ fn invalid_samples_are_named_with_the_reason() {
     write(&dir.path().join("train.tar"), &[("a.png", &png), ("a.cls", b"99999")]);
     assert_eq!(open(dir.path()).expect("opens").classes.len(), 100_000);
     write(&dir.path().join("train.tar"), &[("a.png", &png), ("a.cls", b"100000")]);
-    let message = open(dir.path()).unwrap_err().to_string();
-    assert!(message.contains("is 100000; classes are numbered from 0, up to 99999"), "{message}");
+    assert_contains(open(dir.path()).unwrap_err(), &["is 100000; classes are numbered from 0, up to 99999"]);
 }
 
 #[test]
@@ -308,8 +299,10 @@ fn negative_labels_outside_the_training_split_mean_unlabelled() {
         shard("test.tar", [train[0], b"-1"]);
         let catalog = open(dir.path()).expect("opens");
         assert_eq!((catalog.splits[1].labels.len(), catalog.unlabelled.len()), (1, 0));
-        let message = broken(&catalog).join("\n");
-        assert!(message.contains("test.tar/b.png has the label -1, which is not a class"), "{message}");
+        assert_contains(
+            broken(&catalog).join("\n"),
+            &["test.tar/b.png has the label -1, which is not a class"],
+        );
         fs::remove_file(dir.path().join("test.tar")).unwrap();
     }
     // Two classes whose names are negative numbers.
@@ -319,10 +312,9 @@ fn negative_labels_outside_the_training_split_mean_unlabelled() {
     assert_eq!((catalog.classes.join(" "), broken(&catalog).len()), ("-1 1".into(), 0));
     // Classes with numbers and names, and a label that is not a class.
     fs::write(dir.path().join("classes.txt"), "cat\ndog\n").unwrap();
-    let message = open(dir.path()).unwrap_err().to_string();
-    assert!(
-        message.contains("classes.txt names classes by their numbers, but one sample has the label \"-1\""),
-        "{message}"
+    assert_contains(
+        open(dir.path()).unwrap_err(),
+        &["classes.txt names classes by their numbers, but one sample has the label \"-1\""],
     );
 }
 
@@ -336,8 +328,10 @@ fn data_after_the_end_of_a_tar_file_is_reported() {
     fs::write(&shard, [&whole[..], &whole[..]].concat()).unwrap();
     let catalog = open(dir.path()).expect("opens");
     assert_eq!(catalog.splits[0].labels.len(), 6);
-    let message = broken(&catalog).join("\n");
-    assert!(message.contains("train.tar has data after its end, which would be ignored"), "{message}");
+    assert_contains(
+        broken(&catalog).join("\n"),
+        &["train.tar has data after its end, which would be ignored"],
+    );
 }
 
 #[test]
@@ -408,8 +402,7 @@ fn changed_shards_are_detected_and_touched_shards_are_accepted() {
     bytes[512 * 7 * 2 + 512 * 3 + 200] ^= 1;
     fs::write(&shard, &bytes).unwrap();
     assert!(listing.read(1).is_ok(), "another picture of the shard");
-    let message = listing.read(2).unwrap_err().to_string();
-    assert!(message.contains("000002.jpg has changed since it was first inspected"), "{message}");
+    assert_contains(listing.read(2).unwrap_err(), &["000002.jpg has changed since it was first inspected"]);
     fs::write(&shard, &bytes[..2000]).unwrap();
     assert!(listing.read(2).unwrap_err().to_string().contains("its shard now has 2000 bytes"));
 }

@@ -34,13 +34,8 @@ pub(super) fn merge_weights<'a>(
     to
 }
 
-/// Extracts the gradients of the weights of `s` from those of `merged`.
-pub(super) fn extract_weights(s: &ConvShape, merged: &ConvShape, wide: &[f32], dw: &mut [f32]) {
-    each_weight(s, merged, |own, at| dw[own] = wide[at]);
-}
-
 /// Calls `f` with the index of every weight of `s` in the weights of `s` and in the weights of `merged`.
-fn each_weight(s: &ConvShape, merged: &ConvShape, mut f: impl FnMut(usize, usize)) {
+pub(super) fn each_weight(s: &ConvShape, merged: &ConvShape, mut f: impl FnMut(usize, usize)) {
     let (inputs, merged_inputs) = (s.group_in_c(), merged.group_in_c());
     for out in 0..s.out_c {
         let first = out / s.group_out_c() * inputs % merged_inputs;

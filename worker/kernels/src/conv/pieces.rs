@@ -11,13 +11,14 @@ pub(super) type Pieces = [Vec<Piece>; 2];
 pub(super) struct Piece {
     pub(super) output_rows: Range<usize>,
     pub(super) input_rows: Range<usize>,
-    /// Runs of pixels for each kernel offset. `Run::x` is relative to the first pixel of `input_rows`, `Run::dy` to the first pixel of `output_rows`. A
-    /// pixel has one index for each unit, because the units of a group are adjacent: `(y * width + x) * units + unit`.
+    /// Runs of pixels for each kernel offset. `Run::x` is relative to the first pixel of `input_rows`, `Run::dy` to that of
+    /// `output_rows`. A pixel has one index for each unit, because the units of a group are adjacent: `(y * width + x) * units + unit`.
     pub(super) runs: Vec<Vec<Run>>,
 }
 
-/// Divides the output rows of a group of pictures into pieces of `rows_per_piece` rows. Lists, for every kernel offset, the pairs of input and output
-/// pixels. `units` is the number of units of a pixel and channel: the pictures of the group, or half as many (rounded up) with bfloat16.
+/// Divides the output rows of a group of pictures into pieces of `rows_per_piece` rows, and lists the pairs of input and output pixels of
+/// every kernel offset. `units` is the number of units of a pixel and channel: the pictures of the group, or half as many (rounded
+/// up) with bfloat16.
 pub(super) fn divide(s: &ConvShape, units: usize, rows_per_piece: usize) -> Vec<Piece> {
     let (out_h, out_w) = (s.out_h(), s.out_w());
     let piece = |first: usize| {

@@ -376,7 +376,7 @@ fn pack_pixels_first(
         let from = &src[first..first + pixels * channels];
         // SAFETY: `from` has the pixels, and `to` is large enough, as checked above.
         unsafe {
-            tiles.pack_channels(&Pack {
+            (tiles.pack_channels)(&Pack {
                 from: from.as_ptr(),
                 second_picture: None,
                 pixels,

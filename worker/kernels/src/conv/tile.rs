@@ -7,6 +7,8 @@
 //!
 //! A block has 16 output channels, one per lane.
 
+#![expect(unsafe_op_in_unsafe_fn, reason = "the contract in `kernels.rs` covers every operation")]
+
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx;
 mod kernels;
@@ -97,14 +99,6 @@ pub(super) struct Pack {
     pub(super) to_block: usize,
 }
 
-/// Rows of weights, `[row][lane]`, to be packed into units of one or two rows. The second value of an incomplete unit is 0.
-pub(super) struct WeightRows {
-    pub(super) from: *const f32,
-    pub(super) rows: usize,
-    pub(super) lanes: usize,
-    pub(super) to: *mut f32,
-}
-
 type ProductFn = unsafe fn(&Product<'_>);
 type OuterFn = unsafe fn(&Outer<'_>);
 
@@ -120,9 +114,11 @@ pub(super) struct Tiles {
     product: &'static [[Option<ProductFn>; 4]],
     /// Numbers of input channels, ascending, each with its tiles of one, two and four output blocks.
     outer: &'static [(usize, [Option<OuterFn>; 3])],
-    pack_channels: unsafe fn(&Pack),
-    pack_pictures: unsafe fn(&Pack),
-    pack_rows: unsafe fn(&WeightRows),
+    /// Packs a row of pixels for [`Product`]: a unit has consecutive channels.
+    pub(super) pack_channels: unsafe fn(&Pack),
+    /// Packs a row of pixels for [`Outer`]: a unit has the same channel of one or two pictures.
+    pub(super) pack_pictures: unsafe fn(&Pack),
+    pack_rows: unsafe fn(&[f32], usize, &mut [f32]),
     transpose: unsafe fn(&[f32; 256], &mut [f32; 256]),
 }
 
@@ -248,30 +244,11 @@ impl Tiles {
         unsafe { (self.transpose)(from, to) }
     }
 
-    /// Packs a row of pixels for [`Product`]: a unit has consecutive channels.
-    ///
-    /// # Safety
-    /// The pointers of `p` must be valid for the described row.
-    pub(super) unsafe fn pack_channels(&self, p: &Pack) {
-        // SAFETY: the caller's promise; `of` hands out tiles that this machine can run.
-        unsafe { (self.pack_channels)(p) }
-    }
-
-    /// Packs a row of pixels for [`Outer`]: a unit has the same channel of one or two pictures.
-    ///
-    /// # Safety
-    /// The pointers of `p` must be valid for the described row.
-    pub(super) unsafe fn pack_pictures(&self, p: &Pack) {
-        // SAFETY: the caller's promise; `of` hands out tiles that this machine can run.
-        unsafe { (self.pack_pictures)(p) }
-    }
-
     /// Packs rows of weights, `[row][lane]`, of at most 16 lanes.
     pub(super) fn pack_rows(&self, from: &[f32], lanes: usize, to: &mut [f32]) {
-        let rows = from.len() / lanes;
-        assert!(lanes <= 16 && to.len() >= rows.div_ceil(self.values_per_unit) * lanes);
-        // SAFETY: `from` has the rows, and `to` is large enough; `of` hands out tiles that this machine can run.
-        unsafe { (self.pack_rows)(&WeightRows { from: from.as_ptr(), rows, lanes, to: to.as_mut_ptr() }) }
+        assert!(lanes <= 16 && to.len() >= (from.len() / lanes).div_ceil(self.values_per_unit) * lanes);
+        // SAFETY: `to` is large enough; `of` hands out tiles that this machine can run.
+        unsafe { (self.pack_rows)(from, lanes, to) }
     }
 }
 
@@ -294,38 +271,32 @@ macro_rules! tiles {
      outer [$($i:literal: $outer_1:ident $outer_2:ident $outer_4:ident),* $(,)?]) => {
         pub(super) static $name: super::Tiles = {
             use crate::conv::tile::{
-                Arithmetic, Format, Outer, Pack, Product, WeightRows, Tiles, Vector, outer, pack_channels,
-                pack_pictures, pack_rows, product,
+                Arithmetic, Format, Outer, Pack, Product, Tiles, Vector, outer, pack_channels, pack_pictures,
+                pack_rows, product,
             };
             $(#[$feature])?
             unsafe fn product_at<const P: usize, const V: usize, const PART: bool>(t: &Product<'_>) {
-                // SAFETY: the caller's promise; this function enables the instructions of the vector type.
-                unsafe { product::<$vector, $format, P, V, PART>(t) }
+                product::<$vector, $format, P, V, PART>(t)
             }
             $(#[$feature])?
             unsafe fn outer_at<const I: usize, const V: usize>(t: &Outer<'_>) {
-                // SAFETY: the caller's promise; this function enables the instructions of the vector type.
-                unsafe { outer::<$vector, $format, I, V>(t) }
+                outer::<$vector, $format, I, V>(t)
             }
             $(#[$feature])?
             unsafe fn pack_channels_of(t: &Pack) {
-                // SAFETY: the caller's promise; this function enables the instructions of the vector type.
-                unsafe { pack_channels::<$vector, $format>(t) }
+                pack_channels::<$vector, $format>(t)
             }
             $(#[$feature])?
             unsafe fn pack_pictures_of(t: &Pack) {
-                // SAFETY: the caller's promise; this function enables the instructions of the vector type.
-                unsafe { pack_pictures::<$vector, $format>(t) }
+                pack_pictures::<$vector, $format>(t)
             }
             $(#[$feature])?
-            unsafe fn pack_rows_of(t: &WeightRows) {
-                // SAFETY: the caller's promise; this function enables the instructions of the vector type.
-                unsafe { pack_rows::<$vector, $format>(t) }
+            unsafe fn pack_rows_of(from: &[f32], lanes: usize, to: &mut [f32]) {
+                pack_rows::<$vector, $format>(from, lanes, to)
             }
             $(#[$feature])?
             unsafe fn transpose_block(from: &[f32; 256], to: &mut [f32; 256]) {
-                // SAFETY: this function enables the instructions of the vector type; both arrays have 16 x 16 floats.
-                unsafe { <$vector>::transpose(from, to) }
+                <$vector>::transpose(from, to)
             }
             Tiles {
                 format: Format::$format,

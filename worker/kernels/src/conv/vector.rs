@@ -1,5 +1,7 @@
 //! Vectors of sixteen floats for several instruction sets, and the number formats in which vectors are multiplied.
 
+#![expect(unsafe_op_in_unsafe_fn, reason = "the contracts of the traits cover every operation")]
+
 /// Sixteen floats. The methods must be inlined into a function that enables the instructions they use.
 ///
 /// # Safety
@@ -56,8 +58,7 @@ impl<S: Vector> Arithmetic<S> for Float32 {
     const VALUES: usize = 1;
     #[inline(always)]
     unsafe fn multiply_add(units: S, by: S, to: S) -> S {
-        // SAFETY: the machine supports the instructions (contract of the trait).
-        unsafe { units.mul_add(by, to) }
+        units.mul_add(by, to)
     }
     #[inline(always)]
     unsafe fn consecutive(first: S, _second: S) -> S {
@@ -121,20 +122,17 @@ impl Vector for Plain {
     }
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
-        // SAFETY: `from` has sixteen floats (contract of the trait).
-        Plain(unsafe { from.cast::<[f32; 16]>().read_unaligned() })
+        Plain(from.cast::<[f32; 16]>().read_unaligned())
     }
     #[inline(always)]
     unsafe fn load_first(from: *const f32, count: usize) -> Self {
         let mut out = [0.0; 16];
-        // SAFETY: `from` has `count` floats, at most sixteen (contract of the trait).
-        unsafe { std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), count) };
+        std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), count);
         Plain(out)
     }
     #[inline(always)]
     unsafe fn splat(from: *const f32) -> Self {
-        // SAFETY: `from` has a float (contract of the trait).
-        Plain([unsafe { *from }; 16])
+        Plain([*from; 16])
     }
     #[inline(always)]
     unsafe fn mul_add(self, by: Self, to: Self) -> Self {
@@ -154,13 +152,11 @@ impl Vector for Plain {
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
-        // SAFETY: `to` points to sixteen floats (contract of the trait).
-        unsafe { to.cast::<[f32; 16]>().write_unaligned(self.0) }
+        to.cast::<[f32; 16]>().write_unaligned(self.0)
     }
     #[inline(always)]
     unsafe fn store_first(self, to: *mut f32, count: usize) {
-        // SAFETY: `to` points to `count` floats, at most sixteen (contract of the trait).
-        unsafe { std::ptr::copy_nonoverlapping(self.0.as_ptr(), to, count) }
+        std::ptr::copy_nonoverlapping(self.0.as_ptr(), to, count)
     }
 }
 
@@ -179,89 +175,74 @@ mod x86 {
     impl Vector for Avx512 {
         #[inline(always)]
         unsafe fn zero() -> Self {
-            // SAFETY: the machine supports the instructions (contract of the trait).
-            Avx512(unsafe { _mm512_setzero_ps() })
+            Avx512(_mm512_setzero_ps())
         }
         #[inline(always)]
         unsafe fn load(from: *const f32) -> Self {
-            // SAFETY: `from` has sixteen floats; the machine supports the instructions (contract of the trait).
-            Avx512(unsafe { _mm512_loadu_ps(from) })
+            Avx512(_mm512_loadu_ps(from))
         }
         #[inline(always)]
         unsafe fn load_first(from: *const f32, count: usize) -> Self {
-            // SAFETY: `from` has `count` floats; the machine supports the instructions (contract of the trait).
-            Avx512(unsafe { _mm512_maskz_loadu_ps(((1u32 << count) - 1) as u16, from) })
+            Avx512(_mm512_maskz_loadu_ps(((1u32 << count) - 1) as u16, from))
         }
         #[inline(always)]
         unsafe fn splat(from: *const f32) -> Self {
-            // SAFETY: `from` has a float; the machine supports the instructions (contract of the trait).
-            Avx512(unsafe { _mm512_set1_ps(*from) })
+            Avx512(_mm512_set1_ps(*from))
         }
         #[inline(always)]
         unsafe fn mul_add(self, by: Self, to: Self) -> Self {
-            // SAFETY: the machine supports the instructions (contract of the trait).
-            Avx512(unsafe { _mm512_fmadd_ps(self.0, by.0, to.0) })
+            Avx512(_mm512_fmadd_ps(self.0, by.0, to.0))
         }
         #[inline(always)]
         unsafe fn add(self, other: Self) -> Self {
-            // SAFETY: the machine supports the instructions (contract of the trait).
-            Avx512(unsafe { _mm512_add_ps(self.0, other.0) })
+            Avx512(_mm512_add_ps(self.0, other.0))
         }
         #[inline(always)]
         unsafe fn sub(self, other: Self) -> Self {
-            // SAFETY: the machine supports the instructions (contract of the trait).
-            Avx512(unsafe { _mm512_sub_ps(self.0, other.0) })
+            Avx512(_mm512_sub_ps(self.0, other.0))
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32) {
-            // SAFETY: `to` points to sixteen floats and the machine supports the instructions (contract of the trait).
-            unsafe { _mm512_storeu_ps(to, self.0) }
+            _mm512_storeu_ps(to, self.0)
         }
         #[inline(always)]
         unsafe fn store_first(self, to: *mut f32, count: usize) {
-            // SAFETY: `to` points to `count` floats and the machine supports the instructions (contract of the trait).
-            unsafe { _mm512_mask_storeu_ps(to, ((1u32 << count) - 1) as u16, self.0) }
+            _mm512_mask_storeu_ps(to, ((1u32 << count) - 1) as u16, self.0)
         }
         #[inline(always)]
         unsafe fn transpose(from: &[f32; 256], to: &mut [f32; 256]) {
-            // SAFETY: each slice that is read or written has sixteen floats; the machine supports the instructions (contract of the trait).
-            unsafe {
-                let mut rows = [_mm512_setzero_ps(); 16];
-                for (row, from) in rows.iter_mut().zip(from.chunks_exact(16)) {
-                    *row = _mm512_loadu_ps(from.as_ptr());
-                }
-                // First transposes each block of 4 x 4 floats. Two shuffles then move parts of 4 floats to their rows.
-                let mut quads = rows;
-                for i in (0..16).step_by(4) {
-                    let [a, b, c, d] = [rows[i], rows[i + 1], rows[i + 2], rows[i + 3]];
-                    let (ab, ab_high) = (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-                    let (cd, cd_high) = (_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-                    quads[i] = _mm512_shuffle_ps::<0x44>(ab, cd);
-                    quads[i + 1] = _mm512_shuffle_ps::<0xEE>(ab, cd);
-                    quads[i + 2] = _mm512_shuffle_ps::<0x44>(ab_high, cd_high);
-                    quads[i + 3] = _mm512_shuffle_ps::<0xEE>(ab_high, cd_high);
-                }
-                for i in 0..4 {
-                    let [a, b, c, d] = [quads[i], quads[4 + i], quads[8 + i], quads[12 + i]];
-                    let (ab, ab_odd) =
-                        (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xDD>(a, b));
-                    let (cd, cd_odd) =
-                        (_mm512_shuffle_f32x4::<0x88>(c, d), _mm512_shuffle_f32x4::<0xDD>(c, d));
-                    for (column, value) in [
-                        (i, _mm512_shuffle_f32x4::<0x88>(ab, cd)),
-                        (i + 4, _mm512_shuffle_f32x4::<0x88>(ab_odd, cd_odd)),
-                        (i + 8, _mm512_shuffle_f32x4::<0xDD>(ab, cd)),
-                        (i + 12, _mm512_shuffle_f32x4::<0xDD>(ab_odd, cd_odd)),
-                    ] {
-                        _mm512_storeu_ps(to[column * 16..].as_mut_ptr(), value);
-                    }
+            let mut rows = [_mm512_setzero_ps(); 16];
+            for (row, from) in rows.iter_mut().zip(from.chunks_exact(16)) {
+                *row = _mm512_loadu_ps(from.as_ptr());
+            }
+            // First transposes each block of 4 x 4 floats. Two shuffles then move parts of 4 floats to their rows.
+            let mut quads = rows;
+            for i in (0..16).step_by(4) {
+                let [a, b, c, d] = [rows[i], rows[i + 1], rows[i + 2], rows[i + 3]];
+                let (ab, ab_high) = (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+                let (cd, cd_high) = (_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+                quads[i] = _mm512_shuffle_ps::<0x44>(ab, cd);
+                quads[i + 1] = _mm512_shuffle_ps::<0xEE>(ab, cd);
+                quads[i + 2] = _mm512_shuffle_ps::<0x44>(ab_high, cd_high);
+                quads[i + 3] = _mm512_shuffle_ps::<0xEE>(ab_high, cd_high);
+            }
+            for i in 0..4 {
+                let [a, b, c, d] = [quads[i], quads[4 + i], quads[8 + i], quads[12 + i]];
+                let (ab, ab_odd) = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xDD>(a, b));
+                let (cd, cd_odd) = (_mm512_shuffle_f32x4::<0x88>(c, d), _mm512_shuffle_f32x4::<0xDD>(c, d));
+                for (column, value) in [
+                    (i, _mm512_shuffle_f32x4::<0x88>(ab, cd)),
+                    (i + 4, _mm512_shuffle_f32x4::<0x88>(ab_odd, cd_odd)),
+                    (i + 8, _mm512_shuffle_f32x4::<0xDD>(ab, cd)),
+                    (i + 12, _mm512_shuffle_f32x4::<0xDD>(ab_odd, cd_odd)),
+                ] {
+                    _mm512_storeu_ps(to[column * 16..].as_mut_ptr(), value);
                 }
             }
         }
         #[inline(always)]
         unsafe fn prefetch(line: *const f32) {
-            // SAFETY: a hint reads nothing, and the machine supports the instructions (contract of the trait).
-            unsafe { _mm_prefetch::<_MM_HINT_ET0>(line.cast()) }
+            _mm_prefetch::<_MM_HINT_ET0>(line.cast())
         }
     }
 
@@ -271,20 +252,14 @@ mod x86 {
         const VALUES: usize = 2;
         #[inline(always)]
         unsafe fn multiply_add(units: Avx512, by: Avx512, to: Avx512) -> Avx512 {
-            // SAFETY: the types have the same size; the machine supports the instructions (contract of the trait).
-            unsafe {
-                let units = std::mem::transmute::<__m512, __m512bh>(units.0);
-                let by = std::mem::transmute::<__m512, __m512bh>(by.0);
-                Avx512(_mm512_dpbf16_ps(to.0, units, by))
-            }
+            let units = std::mem::transmute::<__m512, __m512bh>(units.0);
+            let by = std::mem::transmute::<__m512, __m512bh>(by.0);
+            Avx512(_mm512_dpbf16_ps(to.0, units, by))
         }
         #[inline(always)]
         unsafe fn consecutive(first: Avx512, second: Avx512) -> Avx512 {
-            // SAFETY: the types have the same size; the machine supports the instructions (contract of the trait).
-            unsafe {
-                let values = _mm512_cvtne2ps_pbh(second.0, first.0);
-                Avx512(std::mem::transmute::<__m512bh, __m512>(values))
-            }
+            let values = _mm512_cvtne2ps_pbh(second.0, first.0);
+            Avx512(std::mem::transmute::<__m512bh, __m512>(values))
         }
         #[inline(always)]
         unsafe fn pairs(first: Avx512, second: Avx512) -> Avx512 {
@@ -297,12 +272,9 @@ mod x86 {
                 }
                 order
             };
-            // SAFETY: `ORDER` has the size of a vector; the machine supports the instructions (contract of the trait).
-            unsafe {
-                let values = _mm512_castps_si512(Self::consecutive(first, second).0);
-                let order = _mm512_loadu_si512(ORDER.as_ptr().cast());
-                Avx512(_mm512_castsi512_ps(_mm512_permutexvar_epi16(order, values)))
-            }
+            let values = _mm512_castps_si512(Self::consecutive(first, second).0);
+            let order = _mm512_loadu_si512(ORDER.as_ptr().cast());
+            Avx512(_mm512_castsi512_ps(_mm512_permutexvar_epi16(order, values)))
         }
     }
 
@@ -313,62 +285,45 @@ mod x86 {
     impl Vector for Avx2 {
         #[inline(always)]
         unsafe fn zero() -> Self {
-            // SAFETY: the machine supports the instructions (contract of the trait).
-            unsafe { Avx2(_mm256_setzero_ps(), _mm256_setzero_ps()) }
+            Avx2(_mm256_setzero_ps(), _mm256_setzero_ps())
         }
         #[inline(always)]
         unsafe fn load(from: *const f32) -> Self {
-            // SAFETY: `from` has sixteen floats; the machine supports the instructions (contract of the trait).
-            unsafe { Avx2(_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))) }
+            Avx2(_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8)))
         }
         #[inline(always)]
         unsafe fn load_first(from: *const f32, count: usize) -> Self {
             let mut out = [0.0; 16];
-            // SAFETY: `from` has `count` floats; the machine supports the instructions (contract of the trait).
-            unsafe {
-                std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), count);
-                Self::load(out.as_ptr())
-            }
+            std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), count);
+            Self::load(out.as_ptr())
         }
         #[inline(always)]
         unsafe fn splat(from: *const f32) -> Self {
-            // SAFETY: `from` has a float; the machine supports the instructions (contract of the trait).
-            unsafe {
-                let v = _mm256_set1_ps(*from);
-                Avx2(v, v)
-            }
+            let v = _mm256_set1_ps(*from);
+            Avx2(v, v)
         }
         #[inline(always)]
         unsafe fn mul_add(self, by: Self, to: Self) -> Self {
-            // SAFETY: the machine supports the instructions (contract of the trait).
-            unsafe { Avx2(_mm256_fmadd_ps(self.0, by.0, to.0), _mm256_fmadd_ps(self.1, by.1, to.1)) }
+            Avx2(_mm256_fmadd_ps(self.0, by.0, to.0), _mm256_fmadd_ps(self.1, by.1, to.1))
         }
         #[inline(always)]
         unsafe fn add(self, other: Self) -> Self {
-            // SAFETY: the machine supports the instructions (contract of the trait).
-            unsafe { Avx2(_mm256_add_ps(self.0, other.0), _mm256_add_ps(self.1, other.1)) }
+            Avx2(_mm256_add_ps(self.0, other.0), _mm256_add_ps(self.1, other.1))
         }
         #[inline(always)]
         unsafe fn sub(self, other: Self) -> Self {
-            // SAFETY: the machine supports the instructions (contract of the trait).
-            unsafe { Avx2(_mm256_sub_ps(self.0, other.0), _mm256_sub_ps(self.1, other.1)) }
+            Avx2(_mm256_sub_ps(self.0, other.0), _mm256_sub_ps(self.1, other.1))
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32) {
-            // SAFETY: `to` points to sixteen floats and the machine supports the instructions (contract of the trait).
-            unsafe {
-                _mm256_storeu_ps(to, self.0);
-                _mm256_storeu_ps(to.add(8), self.1);
-            }
+            _mm256_storeu_ps(to, self.0);
+            _mm256_storeu_ps(to.add(8), self.1);
         }
         #[inline(always)]
         unsafe fn store_first(self, to: *mut f32, count: usize) {
             let mut out = [0.0; 16];
-            // SAFETY: `to` points to `count` floats and the machine supports the instructions (contract of the trait).
-            unsafe {
-                self.store(out.as_mut_ptr());
-                std::ptr::copy_nonoverlapping(out.as_ptr(), to, count);
-            }
+            self.store(out.as_mut_ptr());
+            std::ptr::copy_nonoverlapping(out.as_ptr(), to, count);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The gradient of the weights: for every kernel offset, the product of all input pixels with the output
 //! gradients at this offset.
 //!
-//! In packed pictures, a pixel of all pictures of a group is followed by the next pixel of the row. The sum runs over
+//! The packed pictures of a group are interleaved: one pixel of all pictures, then the next pixel of the row. The sum runs over
 //! pieces of about [`PIXELS`] pixels, whose input and gradient stay in the first-level cache for all kernel offsets.
 
 use super::{
@@ -50,9 +50,9 @@ struct Packed {
     x: *const f32,
     dy: *const f32,
     /// Packed rows of the input.
-    src: Range<usize>,
+    input_rows: Range<usize>,
     /// Packed rows of the gradient.
-    rows: Range<usize>,
+    output_rows: Range<usize>,
 }
 
 /// `dw = sum over pixels: x * dy`.
@@ -86,8 +86,8 @@ impl Plan<'_> {
     /// Every task computes some weights over all pixels.
     fn divide_weights(&self, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
         let s = self.s;
-        let (x_line, dy_line) = (s.in_c.next_multiple_of(LANES), s.out_c.next_multiple_of(LANES));
-        let (x_picture, dy_picture) = (s.in_h * s.in_w * x_line, s.out_h() * s.out_w() * dy_line);
+        let x_picture = s.in_h * s.in_w * s.in_c.next_multiple_of(LANES);
+        let dy_picture = s.out_h() * s.out_w() * s.out_c.next_multiple_of(LANES);
         let x_packed = scratch.x.get(self.units(s.batch) * x_picture);
         let dy_packed = scratch.dy.get(self.units(s.batch) * dy_picture);
         x_packed
@@ -113,8 +113,8 @@ impl Plan<'_> {
                     let packed = Packed {
                         x: x_packed[self.units(first) * x_picture..].as_ptr(),
                         dy: dy_packed[self.units(first) * dy_picture..].as_ptr(),
-                        src: 0..s.in_h,
-                        rows: 0..s.out_h(),
+                        input_rows: 0..s.in_h,
+                        output_rows: 0..s.out_h(),
                     };
                     let chunk = Chunk { pictures, pieces: 0..self.pieces[0].len() };
                     // SAFETY: the whole chunk is packed; no other task has this panel and input block.
@@ -137,15 +137,16 @@ impl Plan<'_> {
             task_buffers.with(|buffers| {
                 let own = slot * chunks.len() / slots..(slot + 1) * chunks.len() / slots;
                 for (index, chunk) in chunks[own].iter().enumerate() {
-                    let (src, rows) = self.rows(chunk);
-                    let pictures = self.units(chunk.pictures.len());
-                    let x_packed =
-                        buffers.x.get(src.len() * s.in_w * s.in_c.next_multiple_of(LANES) * pictures);
-                    let dy_packed =
-                        buffers.dy.get(rows.len() * s.out_w() * s.out_c.next_multiple_of(LANES) * pictures);
-                    self.pack_x(x, &chunk.pictures, &src, x_packed);
-                    self.pack_dy(dy, &chunk.pictures, &rows, dy_packed);
-                    let packed = Packed { x: x_packed.as_ptr(), dy: dy_packed.as_ptr(), src, rows };
+                    let (input_rows, output_rows) = self.rows(chunk);
+                    let units = self.units(chunk.pictures.len());
+                    let x_row_len = s.in_w * s.in_c.next_multiple_of(LANES);
+                    let dy_row_len = s.out_w() * s.out_c.next_multiple_of(LANES);
+                    let x_packed = buffers.x.get(input_rows.len() * x_row_len * units);
+                    let dy_packed = buffers.dy.get(output_rows.len() * dy_row_len * units);
+                    self.pack_x(x, &chunk.pictures, &input_rows, x_packed);
+                    self.pack_dy(dy, &chunk.pictures, &output_rows, dy_packed);
+                    let (x, dy) = (x_packed.as_ptr(), dy_packed.as_ptr());
+                    let packed = Packed { x, dy, input_rows, output_rows };
                     for panel in &panels {
                         for in_block in 0..in_blocks {
                             // SAFETY: the chunk's rows are packed; no other task uses `sum`.
@@ -243,10 +244,9 @@ impl Plan<'_> {
         add: bool,
     ) {
         let s = self.s;
-        let Packed { src, rows, .. } = packed;
-        let pictures = self.units(chunk.pictures.len());
-        let x_row = s.in_w * pictures * LANES;
-        let dy_row = s.out_w() * pictures * LANES;
+        let Packed { input_rows, output_rows, .. } = packed;
+        let units = self.units(chunk.pictures.len());
+        let (x_row, dy_row) = (s.in_w * units * LANES, s.out_w() * units * LANES);
         let taps = s.kernel * s.kernel;
         let in_c = s.group_in_c();
         // With several groups, each group has whole blocks.
@@ -260,15 +260,17 @@ impl Plan<'_> {
                     let (tile_channels, tile) = self.tiles.outer(in_channels - channel, panel.len());
                     let first =
                         panel.start * LANES * taps * in_c + (tap * in_c + in_block * LANES + channel) * lanes;
-                    let x = (x_block * src.len() + piece.input_rows.start.saturating_sub(src.start)) * x_row;
-                    let dy = (panel.start * rows.len() + piece.output_rows.start - rows.start) * dy_row;
+                    let input_row = piece.input_rows.start.saturating_sub(input_rows.start);
+                    let output_row = piece.output_rows.start - output_rows.start;
+                    let x = (x_block * input_rows.len() + input_row) * x_row;
+                    let dy = (panel.start * output_rows.len() + output_row) * dy_row;
                     // SAFETY: the runs are inside the piece's rows, which are packed; the weights are
                     // inside `dw`.
                     unsafe {
                         tile(&Outer {
                             x: packed.x.add(x + channel),
                             dy: packed.dy.add(dy),
-                            dy_block: rows.len() * dy_row,
+                            dy_block: output_rows.len() * dy_row,
                             runs,
                             dw: dw.add(first),
                             dw_block: LANES * taps * in_c,
@@ -312,7 +314,7 @@ fn pack(
         let second = (tiles.values_per_unit > 1 && picture + 1 < pictures.end).then(|| rows_of(picture + 1));
         // SAFETY: both pictures have the pixels, and `to` is large enough, as checked above.
         unsafe {
-            tiles.pack_pictures(&Pack {
+            (tiles.pack_pictures)(&Pack {
                 from: rows_of(picture),
                 second_picture: second,
                 pixels,

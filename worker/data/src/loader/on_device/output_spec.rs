@@ -50,9 +50,7 @@ impl OutputSpec {
     }
 
     /// How the device makes this output from a stored picture. `params` is the augmentation, or `None` for evaluation.
-    ///
-    /// # Errors
-    /// Why CPU cores must decode the picture.
+    /// Fails with the reason why CPU cores must decode the picture.
     pub(super) fn crop_params(
         &self,
         stored: jpeg::Stored,

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_copy_that_was_interrupted_by_a_full_disk_continues_to_the_same_bytes() {
+fn after_a_full_disk_a_copy_continues_to_the_same_bytes() {
     let from = folder(25);
     let (whole, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let prepared = run(from.path(), whole.path(), &small_shards()).unwrap();
@@ -16,14 +16,15 @@ fn a_copy_that_was_interrupted_by_a_full_disk_continues_to_the_same_bytes() {
             std::os::unix::fs::symlink("/dev/full", to.path().join("train-000002.tar.part")).unwrap();
         }
     };
-    let error = prepare(from.path(), to.path(), &small_shards(), fill_disk).unwrap_err().to_string();
-    assert!(error.contains("train-000002.tar.part cannot be written: No space left"), "{error}");
+    assert_contains(
+        prepare(from.path(), to.path(), &small_shards(), fill_disk).unwrap_err(),
+        &["train-000002.tar.part cannot be written: No space left"],
+    );
     fs::remove_file(&marker).unwrap();
     let names: Vec<_> = files_of(to.path()).into_keys().collect();
     assert_eq!(names, ["classes.txt", "train-000000.tar", "train-000001.tar", "unfinished.json"]);
     // An incomplete copy is not used for training by mistake.
-    let message = open(to.path()).unwrap_err().to_string();
-    assert!(message.contains("is an incomplete copy"), "{message}");
+    assert_contains(open(to.path()).unwrap_err(), &["is an incomplete copy"]);
     let shard = |number: u32| to.path().join(format!("train-{number:06}.tar"));
     let metadata = fs::metadata(shard(0)).unwrap();
     // A finished shard has been truncated since.
@@ -72,15 +73,10 @@ fn incomplete_copies_are_refused_for_training() {
     let content = fs::read(&shard).unwrap();
     // At the end of a member, where a truncated tar file seems complete.
     fs::write(&shard, &content[..2048]).unwrap();
-    let message = open(to.path()).unwrap_err().to_string();
     let detail = format!("train-000001.tar has 2048 bytes and was written with {}", content.len());
-    assert!(message.contains("is an incomplete copy") && message.contains(&detail), "{message}");
+    assert_contains(open(to.path()).unwrap_err(), &["is an incomplete copy", &detail]);
     fs::remove_file(&shard).unwrap();
-    let message = open(to.path()).unwrap_err().to_string();
-    assert!(
-        message.contains("train-000001.tar is missing") && message.contains("prepare` again"),
-        "{message}"
-    );
+    assert_contains(open(to.path()).unwrap_err(), &["train-000001.tar is missing", "prepare` again"]);
     // Opening a shard by its own name is allowed.
     assert!(open(&to.path().join("train-{000000,000002}.tar")).is_ok());
     assert_eq!(run(from.path(), to.path(), &small_shards()).unwrap().kept_shards, prepared.shards - 1);
@@ -96,28 +92,26 @@ fn other_settings_sources_or_files_are_refused_with_the_difference() {
     let (from, to) = (folder(3), tempfile::tempdir().unwrap());
     run(from.path(), to.path(), &settings(16)).unwrap();
     let before = files_of(to.path());
-    let message = prepare_error(from.path(), to.path(), &settings(17));
-    assert!(message.contains("contains a copy with a short side of 16, not 17"), "{message}");
+    let refusal = |settings: &PrepareSettings| prepare_error(from.path(), to.path(), settings);
+    assert_contains(refusal(&settings(17)), &["contains a copy with a short side of 16, not 17"]);
     let other = PrepareSettings { quality: 80, ..settings(16) };
-    assert!(prepare_error(from.path(), to.path(), &other).contains("with a quality of 90, not 80"));
+    assert_contains(refusal(&other), &["with a quality of 90, not 80"]);
     fs::write(from.path().join("train/cat/new.png"), encode(&picture(9, 9, 1), ImageFormat::Png)).unwrap();
-    assert!(
-        prepare_error(from.path(), to.path(), &settings(16)).contains("contains a copy of another dataset")
-    );
+    assert_contains(refusal(&settings(16)), &["contains a copy of another dataset"]);
     assert!(files_of(to.path()) == before, "no file is changed");
     fs::write(to.path().join("prepared.json"), r#"{"version": 2, "shards": []}"#).unwrap();
-    for message in
-        [prepare_error(from.path(), to.path(), &settings(16)), open(to.path()).unwrap_err().to_string()]
-    {
-        assert!(message.contains("another version of lockstep"), "{message}");
+    for message in [refusal(&settings(16)), open(to.path()).unwrap_err().to_string()] {
+        assert_contains(message, &["another version of lockstep"]);
     }
     let inside = from.path().join("copy");
     assert!(prepare_error(from.path(), &inside, &settings(16)).contains("is inside the dataset"));
     assert!(!inside.exists());
     let mine = tempfile::tempdir().unwrap();
     fs::write(mine.path().join("letter.txt"), "dear").unwrap();
-    let message = prepare_error(from.path(), mine.path(), &settings(16));
-    assert!(message.contains("contains other files (letter.txt)"), "{message}");
+    assert_contains(
+        prepare_error(from.path(), mine.path(), &settings(16)),
+        &["contains other files (letter.txt)"],
+    );
     assert_eq!(files_of(mine.path()).len(), 1);
 }
 
@@ -126,8 +120,10 @@ fn a_folder_is_locked_while_a_copy_is_written() {
     let (from, to) = (folder(25), tempfile::tempdir().unwrap());
     let refused = RefCell::new(0);
     let write_again = |_: Progress| {
-        let message = prepare_error(from.path(), to.path(), &small_shards());
-        assert!(message.contains("is being written by another"), "{message}");
+        assert_contains(
+            prepare_error(from.path(), to.path(), &small_shards()),
+            &["is being written by another"],
+        );
         *refused.borrow_mut() += 1;
     };
     let prepared = prepare(from.path(), to.path(), &small_shards(), write_again).unwrap();

@@ -83,16 +83,13 @@ fn configure(rows: usize, lanes: usize, tail: usize) {
 /// Sets all sums to zero. The registers must be configured.
 #[inline(always)]
 unsafe fn clear_sums() {
-    // SAFETY: the instructions change only tile registers, which the caller has configured.
-    unsafe {
-        asm!(
-            "tilezero tmm0",
-            "tilezero tmm1",
-            "tilezero tmm2",
-            "tilezero tmm3",
-            options(nostack, nomem, preserves_flags)
-        );
-    }
+    asm!(
+        "tilezero tmm0",
+        "tilezero tmm1",
+        "tilezero tmm2",
+        "tilezero tmm3",
+        options(nostack, nomem, preserves_flags)
+    );
 }
 
 /// Adds the products of rows at `$x` with those at `$w` of `$blocks` blocks to the sums, in the registers `$a` and `$b`.
@@ -136,37 +133,34 @@ macro_rules! store {
 pub(super) unsafe fn product<const V: usize>(t: &Product<'_>) {
     let (lanes, tail) = (t.lanes, t.units % 16);
     configure(t.pictures, lanes, tail);
-    // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
-    unsafe {
-        for picture in 0..t.pictures {
-            for block in 0..V {
-                Avx512::prefetch(t.y.add(picture * t.y_picture + block * 16));
-            }
-        }
-        clear_sums();
-        for tap in t.taps {
-            let mut x = t.x.add(tap.position as usize * t.units_per_position * t.pictures);
-            let mut w = t.w.add(tap.offset as usize * t.units * lanes);
-            for _ in 0..t.units / 16 {
-                multiply_add!(V, "tmm4", "tmm5", x, w, lanes * 4, t.w_block);
-                x = x.add(t.pictures * 16);
-                w = w.add(16 * lanes);
-            }
-            if tail > 0 {
-                multiply_add!(V, "tmm6", "tmm7", x, w, lanes * 4, t.w_block);
-            }
-        }
+    for picture in 0..t.pictures {
         for block in 0..V {
-            let y = t.y.add(block * 16);
-            store!(block, y, t.y_picture * 4);
-            if !t.sums.is_null() {
-                let to = t.sums.add(block * 48);
-                let mut sums = BlockSums::begin(to, t.starts_sums, Avx512::load_first(y, lanes));
-                for picture in 0..t.pictures {
-                    sums.add(Avx512::load_first(y.add(picture * t.y_picture), lanes));
-                }
-                sums.store(to);
+            Avx512::prefetch(t.y.add(picture * t.y_picture + block * 16));
+        }
+    }
+    clear_sums();
+    for tap in t.taps {
+        let mut x = t.x.add(tap.position as usize * t.units_per_position * t.pictures);
+        let mut w = t.w.add(tap.offset as usize * t.units * lanes);
+        for _ in 0..t.units / 16 {
+            multiply_add!(V, "tmm4", "tmm5", x, w, lanes * 4, t.w_block);
+            x = x.add(t.pictures * 16);
+            w = w.add(16 * lanes);
+        }
+        if tail > 0 {
+            multiply_add!(V, "tmm6", "tmm7", x, w, lanes * 4, t.w_block);
+        }
+    }
+    for block in 0..V {
+        let y = t.y.add(block * 16);
+        store!(block, y, t.y_picture * 4);
+        if !t.sums.is_null() {
+            let to = t.sums.add(block * 48);
+            let mut sums = BlockSums::begin(to, t.starts_sums, Avx512::load_first(y, lanes));
+            for picture in 0..t.pictures {
+                sums.add(Avx512::load_first(y.add(picture * t.y_picture), lanes));
             }
+            sums.store(to);
         }
     }
 }
@@ -179,36 +173,33 @@ pub(super) unsafe fn outer<const V: usize>(t: &Outer<'_>) {
     struct Square([f32; 256]);
     configure(16, 16, 0);
     let mut channels_first = Square([0.0; 256]);
-    // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
-    unsafe {
-        clear_sums();
-        for run in t.runs {
-            let mut x = t.x.add(run.x as usize * 16);
-            let mut dy = t.dy.add(run.dy as usize * 16);
-            for _ in 0..run.len / 16 {
-                Avx512::transpose(&*x.cast(), &mut channels_first.0);
-                multiply_add!(V, "tmm4", "tmm5", channels_first.0.as_ptr(), dy, ROW_BYTES, t.dy_block);
-                (x, dy) = (x.add(256), dy.add(256));
-            }
-            let units = run.len as usize % 16 * 16;
-            if units > 0 {
-                // Copies the last pixels, with zeros after them.
-                let (mut last_x, mut last_dy) = (Square([0.0; 256]), [const { Square([0.0; 256]) }; V]);
-                last_x.0.as_mut_ptr().copy_from_nonoverlapping(x, units);
-                for (block, last_dy) in last_dy.iter_mut().enumerate() {
-                    last_dy.0.as_mut_ptr().copy_from_nonoverlapping(dy.add(block * t.dy_block), units);
-                }
-                Avx512::transpose(&last_x.0, &mut channels_first.0);
-                let last_dy = last_dy.as_ptr().cast::<f32>();
-                multiply_add!(V, "tmm4", "tmm5", channels_first.0.as_ptr(), last_dy, ROW_BYTES, 256);
-            }
+    clear_sums();
+    for run in t.runs {
+        let mut x = t.x.add(run.x as usize * 16);
+        let mut dy = t.dy.add(run.dy as usize * 16);
+        for _ in 0..run.len / 16 {
+            Avx512::transpose(&*x.cast(), &mut channels_first.0);
+            multiply_add!(V, "tmm4", "tmm5", channels_first.0.as_ptr(), dy, ROW_BYTES, t.dy_block);
+            (x, dy) = (x.add(256), dy.add(256));
         }
-        for block in 0..V {
-            let mut sums = Square([0.0; 256]);
-            store!(block, sums.0.as_mut_ptr(), ROW_BYTES);
-            for channel in 0..t.channels {
-                add_to_weights(t, block, channel, Avx512::load(sums.0.as_ptr().add(channel * 16)));
+        let units = run.len as usize % 16 * 16;
+        if units > 0 {
+            // Copies the last pixels, with zeros after them.
+            let (mut last_x, mut last_dy) = (Square([0.0; 256]), [const { Square([0.0; 256]) }; V]);
+            last_x.0.as_mut_ptr().copy_from_nonoverlapping(x, units);
+            for (block, last_dy) in last_dy.iter_mut().enumerate() {
+                last_dy.0.as_mut_ptr().copy_from_nonoverlapping(dy.add(block * t.dy_block), units);
             }
+            Avx512::transpose(&last_x.0, &mut channels_first.0);
+            let last_dy = last_dy.as_ptr().cast::<f32>();
+            multiply_add!(V, "tmm4", "tmm5", channels_first.0.as_ptr(), last_dy, ROW_BYTES, 256);
+        }
+    }
+    for block in 0..V {
+        let mut sums = Square([0.0; 256]);
+        store!(block, sums.0.as_mut_ptr(), ROW_BYTES);
+        for channel in 0..t.channels {
+            add_to_weights(t, block, channel, Avx512::load(sums.0.as_ptr().add(channel * 16)));
         }
     }
 }

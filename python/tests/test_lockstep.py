@@ -33,20 +33,22 @@ SPEC: dict[str, Any] = {
 }
 
 
+def start_server(folder: Path, *options: str, listen: str = "127.0.0.1:0") -> tuple[subprocess.Popen[str], str]:
+    """Starts a server with its data in `lockstep-data` of a folder. Returns its process and its URL."""
+    command = [str(PROGRAM), "serve", "--listen", listen, "--no-open", *options]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    with open(folder / "server.log", "a") as log:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().split()[-1]
+
+
 @contextlib.contextmanager
 def serve(folder: Path, *options: str) -> Iterator[str]:
-    """Starts a server with its data in `lockstep-data` of a folder, and gives its URL."""
-    command = [str(PROGRAM), "serve", "--listen", "127.0.0.1:0", "--no-open", *options]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-    with (
-        open(folder / "server.log", "w") as log,
-        subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
-        ) as process,
-    ):
+    process, url = start_server(folder, *options)
+    with process:
         try:
-            assert process.stdout is not None
-            yield process.stdout.readline().split()[-1]
+            yield url
         finally:
             process.terminate()
 

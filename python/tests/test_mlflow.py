@@ -23,20 +23,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
         yield url, (folder / "lockstep-data/token").read_text().strip()
 
 
-@pytest.mark.parametrize("credential", ["token", "password"])
 def test_mlflow_client_logs_and_reads_a_run(
-    server: tuple[str, str], credential: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    server: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     url, token = server
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    if credential == "token":
-        monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", token)
-    else:
-        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
-        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", token)
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", token)
     mlflow.set_tracking_uri(url)
-    project = f"digits-{credential}"
-    mlflow.set_experiment(project)
+    mlflow.set_experiment("digits")
     with mlflow.start_run(run_name="mnist") as run:
         mlflow.log_params({"lr": 0.1, "net/depth": 3})
         for step in range(20):
@@ -50,16 +44,16 @@ def test_mlflow_client_logs_and_reads_a_run(
         (tmp_path / "model/MLmodel").write_text("flavors: {}")
         (tmp_path / "model/data/weights.safetensors").write_bytes(bytes(range(256)) * 9000)
         mlflow.log_artifacts(str(tmp_path / "model"), "model")
-    stored = mlflow.get_run(run.info.run_id)
+    run_id = run.info.run_id
+    stored = mlflow.get_run(run_id)
     assert (stored.info.status, stored.info.run_name) == ("FINISHED", "mnist")
     assert stored.data.params == {"lr": "0.1", "net/depth": "3"}
     assert stored.data.metrics == {"train/loss": pytest.approx(0.05), "val acc": 0.5}
     assert (stored.data.tags["colour"], stored.data.tags["size"]) == ("blue", "7")
     client = MlflowClient()
-    history = client.get_metric_history(run.info.run_id, "train/loss")
+    history = client.get_metric_history(run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history][:2] == [(0, 1.0), (1, 0.5)]
     assert len(history) == 20
-    run_id = run.info.run_id
     for path, expected in [
         (None, [("model", True), ("notes", True)]),
         ("model", [("model/MLmodel", False), ("model/data", True)]),
@@ -72,21 +66,25 @@ def test_mlflow_client_logs_and_reads_a_run(
         [weights] = copies.rglob("weights.safetensors")
         assert weights.read_bytes() == bytes(range(256)) * 9000
     assert mlflow.artifacts.load_text(f"runs:/{run_id}/notes/file.txt") == "text"
-    runs = mlflow.search_runs(experiment_names=[project], output_format="list")
-    assert [listed.info.run_id for listed in runs] == [run.info.run_id]
-    assert project in [experiment.name for experiment in mlflow.search_experiments()]
+    runs = mlflow.search_runs(experiment_names=["digits"], output_format="list")
+    assert [listed.info.run_id for listed in runs] == [run_id]
+    assert "digits" in [experiment.name for experiment in mlflow.search_experiments()]
 
     # The run is also a job of Lockstep.
     headers = {"authorization": f"Bearer {token}"}
-    job = httpx.get(f"{url}/api/v1/jobs/{run.info.run_id}", headers=headers).json()
-    assert (job["state"], job["project"], job["external"]["config"]["lr"]) == ("succeeded", project, "0.1")
+    job = httpx.get(f"{url}/api/v1/jobs/{run_id}", headers=headers).json()
+    assert (job["state"], job["project"], job["external"]["config"]["lr"]) == ("succeeded", "digits", "0.1")
 
+    # The token also works as a password.
+    monkeypatch.delenv("MLFLOW_TRACKING_TOKEN")
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", token)
     with pytest.raises(ZeroDivisionError), mlflow.start_run():
         1 / 0  # noqa: B018
     assert mlflow.last_active_run().info.status == "FAILED"
-    client.delete_run(run.info.run_id)
+    client.delete_run(run_id)
     with pytest.raises(MlflowException, match="not found"):
-        client.get_run(run.info.run_id)
+        client.get_run(run_id)
 
 
 def test_example_of_the_tracking_page_runs_unchanged(

@@ -160,6 +160,10 @@ def run_python(code: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
+def run_sync(*arguments: Path | str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "lockstep", "sync", *arguments], capture_output=True, text=True)
+
+
 def test_calls_of_wandb_have_the_same_effect(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     exec("from lockstep import *", {})  # needs no run
     wandb.login()
@@ -349,14 +353,13 @@ def test_finish_prints_the_sync_command_if_the_server_stays_unreachable(
     run.log({"x": 2.0})
     run.finish()
     errors = capsys.readouterr().err
-    command = errors.strip().rpartition("Send the rest by: ")[2]
-    assert command == f"python -m lockstep sync {run.dir}" and errors.count("HTTP status 503") == 1, errors
+    assert errors.strip().endswith(f"Send the rest by: python -m lockstep sync {run.dir}"), errors
+    assert errors.count("HTTP status 503") == 1, errors
     server.is_down = False
     # The thread of `run` may have sent the record before the command does.
     complete = "is complete on the server"
     for expected in ((complete, "sent 1 record and 0 files"), (complete,)):
-        result = subprocess.run([sys.executable, *command.split()[1:]], capture_output=True, text=True, check=True)
-        assert result.stdout in [f"{run.id}: {words}\n" for words in expected]
+        assert run_sync(folder_of(run)).stdout in [f"{run.id}: {words}\n" for words in expected]
     assert server.points(run.id) == {"x": [(0, 1), (1, 2)]} and server.runs[run.id]["state"] == "succeeded"
     # Without a server or a token, there is one error for all runs.
     lockstep.init(id="unsent", mode="offline").finish()
@@ -365,7 +368,7 @@ def test_finish_prints_the_sync_command_if_the_server_stays_unreachable(
         ("LOCKSTEP_TOKEN_FILE", "none", "the token file none"),
     ):
         monkeypatch.setenv(name, value)
-        result = subprocess.run([sys.executable, "-m", "lockstep", "sync", "."], capture_output=True, text=True)
+        result = run_sync(".")
         assert (result.returncode, result.stdout) == (1, "")
         [line] = result.stderr.splitlines()
         assert line.startswith(f"nothing more was sent: {words}")
@@ -405,10 +408,9 @@ def test_a_restored_or_emptied_server_gets_the_missing_records(server: FakeServe
     with pytest.raises(lockstep.LockstepError, match=f"run {run.id} was deleted on the server"):
         lockstep.sync(".")
     assert list(server.runs) == ["zz-other"]
-    command = [sys.executable, "-m", "lockstep", "sync", folder_of(run)]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = run_sync(folder_of(run))
     assert result.returncode == 1 and "--again sends the run again" in result.stderr and run.id not in server.runs
-    subprocess.run([*command, "--again"], check=True)
+    run_sync(folder_of(run), "--again")
     assert server.points(run.id) == expected
     assert lockstep.sync(".") == {run.id: 101, "zz-other": 0}
 
@@ -592,8 +594,7 @@ def test_sync_sends_all_runs_of_a_copied_folder_and_reports_damage(server: FakeS
     broken = copy / "lockstep-runs" / runs[0].id / spool.RECORDS
     whole = broken.read_bytes()
     broken.write_bytes(b"\0\0\n" + whole)
-    command = [sys.executable, "-m", "lockstep", "sync", str(copy), str(tmp_path / "lockstep-runs")]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = run_sync(copy, tmp_path / "lockstep-runs")
     assert result.returncode == 1 and "line 1, is damaged" in result.stderr and "has no runs" in result.stderr
     assert len(result.stdout.splitlines()) == 2
     broken.write_bytes(whole)

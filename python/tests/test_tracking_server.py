@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 import struct
-import subprocess
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from test_examples import example
-from test_lockstep import PROGRAM, server
+from test_lockstep import server, start_server
 
 import lockstep
 from lockstep import tracking
@@ -96,10 +95,6 @@ def test_a_failed_run_continues_in_another_folder() -> None:
         again.log({"loss": 0.5})
     job = job_of(again)
     assert job.state == "succeeded" and points(job, "loss") == [(0, 1.0), (1, 0.5)]
-    with pytest.raises(lockstep.LockstepError, match="exists"):
-        lockstep.init(id="live", dir="c", resume="never")
-    with pytest.raises(lockstep.LockstepError, match="does not exist"):
-        lockstep.init(id="nobody", dir="c", resume="must")
 
 
 def test_each_point_arrives_once_if_the_server_is_killed_twice(
@@ -107,15 +102,7 @@ def test_each_point_arrives_once_if_the_server_is_killed_twice(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tracking, "SEND_SECS", 0.05)
-
-    def serve(listen: str) -> tuple[subprocess.Popen[str], str]:
-        command = [str(PROGRAM), "serve", "--listen", listen, "--cpu-slots", "1", "--no-open"]
-        with open("server.log", "a") as log:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        assert process.stdout is not None
-        return process, process.stdout.readline().split()[-1]
-
-    process, url = serve("127.0.0.1:0")
+    process, url = start_server(tmp_path, "--no-local-agent")
     try:
         monkeypatch.setenv("LOCKSTEP_SERVER", url)
         run = lockstep.init(name="survives")
@@ -127,7 +114,7 @@ def test_each_point_arrives_once_if_the_server_is_killed_twice(
                     assert time.monotonic() < ends_at
                 process.kill()
                 process.wait()
-                process, _ = serve(url.removeprefix("http://"))
+                process, _ = start_server(tmp_path, "--no-local-agent", listen=url.removeprefix("http://"))
         run.finish()
         job = job_of(run)
         assert job.state == "succeeded" and points(job, "x") == [(step, step) for step in range(15_000)]

@@ -55,7 +55,6 @@ describe("a job as text", () => {
     await recipe.selectOption("");
     await until("the settings return", async () => (await jobFile.inputValue()) === cloned);
     await server.ask(`/jobs/${id}/cancel`, {});
-    await page.end();
   });
 });
 
@@ -76,7 +75,6 @@ describe("jobs", () => {
     await applyToBoth("Resume", /running/);
     for (const job of jobs) await server.ask(`/jobs/${job.id}/cancel`, {});
     await until("both end", async () => (await shownStates()) === "cancelled,cancelled");
-    await page.end();
   });
 
   test("are selected, tagged, filtered, cancelled and deleted together", async () => {
@@ -110,7 +108,6 @@ describe("jobs", () => {
     assert.match(await page.getByRole("dialog").textContent(), /\d kB|\d B|\d MB/, "the dialog shows the size");
     await page.getByRole("button", { name: "Delete 2 jobs" }).click();
     await until("both are gone", async () => (await page.locator("#rows tr").count()) === 0 && page.locator("#none-match").isVisible());
-    await page.end();
   });
 
   test("have notes, tags and a project, which are stored and shown on open pages", async () => {
@@ -137,8 +134,6 @@ describe("jobs", () => {
     await until("the project's jobs are listed", async () => page.url().endsWith("/jobs?project=vision") && (await page.locator("#rows tr").count()) === 1);
     await page.getByRole("button", { name: "Remove the filter project vision" }).click();
     await until("all jobs are listed", async () => (await page.locator("#rows tr").count()) > 1 && !(await page.locator("#chips").isVisible()));
-    await page.end();
-    await list.end();
   });
 });
 
@@ -170,7 +165,6 @@ describe("Compare", () => {
       await tab.locator("#results").getByRole("button", { name: "Leave out slow learner" }).click({ timeout: 1000 }).catch(() => {});
       return false;
     });
-    await page.end();
   });
 });
 
@@ -184,7 +178,6 @@ describe("machines", () => {
     await page.getByRole("button", { name: "Undrain" }).click();
     await until("the job runs after Undrain", async () => (await server.job(job.id)).state === "running");
     await server.ask(`/jobs/${job.id}/cancel`, {});
-    await page.end();
   });
 });
 
@@ -222,7 +215,6 @@ describe("a run", () => {
     await page.getByRole("tab", { name: "History" }).click();
     await until("the history links to the parent", () => page.locator("#history-panel").getByRole("link", { name: "paused", exact: true }).isVisible());
     for (const each of [id, fork]) await server.ask(`/jobs/${each}/cancel`, {});
-    await page.end();
   });
 });
 
@@ -250,7 +242,6 @@ describe("on a job's page,", () => {
     await until("the log follows its end", async () => (await last()) !== newestBefore && page.locator("#log-follow").isChecked());
     assert.equal(await newest.isVisible(), false);
     await server.ask(`/jobs/${id}/cancel`, {});
-    await page.end();
   });
 
   test("the URL keeps the axis, the smoothing, the ranks, the zoom and the tab", async () => {
@@ -268,7 +259,6 @@ describe("on a job's page,", () => {
     assert.deepEqual(await tab.evaluate(() => [window.lockstep.view.zoom, window.lockstep.view.axis, window.lockstep.charts.loss.scale, window.lockstep.charts.loss.smoothing]), [[10, 40], "epoch", "log", 0.6]);
     assert.ok(await tab.locator("#spec-panel").isVisible());
     assert.equal(await tab.getByRole("button", { name: "rank 1" }).getAttribute("aria-pressed"), "true");
-    await page.end();
   });
 
   test("a chart is saved as CSV with every point of both ranks", async () => {
@@ -279,7 +269,6 @@ describe("on a job's page,", () => {
     const [file] = await Promise.all([page.waitForEvent("download"), save.click()]);
     assert.equal(file.suggestedFilename(), "fast-learner-loss.csv");
     assert.equal((await readFile(await file.path(), "utf8")).trim().split("\n").length, 1 + 2 * 60);
-    await page.end();
   });
 
   test("the log is searched, filtered and linked to by line", async () => {
@@ -301,7 +290,6 @@ describe("on a job's page,", () => {
     const file = await page.request.get(new URL(await page.locator("#log-download").getAttribute("href"), page.url()).href);
     assert.match(file.headers()["content-disposition"], /attachment; filename="fast-learner-rank1\.log"/);
     assert.match(await file.text(), /loss is/);
-    await page.end();
   });
 });
 
@@ -337,6 +325,5 @@ describe("the keyboard", () => {
     const before = page.url().split("?")[0];
     await page.keyboard.press("]");
     await until("the next job's page opens", async () => page.url().split("?")[0] !== before && /\/jobs\/j/.test(page.url()));
-    await page.end();
   });
 });

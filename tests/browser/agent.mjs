@@ -95,8 +95,8 @@ function inPage() {
       socket.binaryType = "arraybuffer";
       this.ready = new Promise((done, failed) => { this.markReady = done; socket.onclose = (e) => failed(new Error(`closed: ${e.code} ${e.reason}`)); });
       socket.onopen = () => this.say({
-        type: "hello", protocol: 6, agent_id: "made-up", name: "made-up", attempts: [], only_job: null,
-        machine: { hostname: "made-up", cpu: "none", cores: slots, memory_bytes: 1e9, disk_free_bytes: 1e9, version: "0" },
+        type: "hello", protocol: 6, agent_id: "simulated", name: "simulated", attempts: [], only_job: null,
+        machine: { hostname: "simulated", cpu: "none", cores: slots, memory_bytes: 1e9, disk_free_bytes: 1e9, version: "0" },
         slots: Array.from({ length: slots }, (_, index) => (gpus
           ? { index, device: "cuda", name: "a made-up GPU", memory_bytes: 80e9, uuid: `GPU-made-up-${index}` } : { index, device: "cpu", name: "a made-up core", memory_bytes: 0 })),
       });
@@ -161,7 +161,7 @@ const INFO = {
  *  the agent as methods. */
 export async function simulateAgent(browser, server, slots, { gpus = false } = {}) {
   // A page's script cannot set headers of a websocket, but each request of the context has the context's headers.
-  const secret = server.token && (await server.ask("/tokens", { name: `made-up ${Date.now()}`, scope: "agent", agent: "made-up" })).secret;
+  const secret = server.token && (await server.ask("/tokens", { name: `made-up ${Date.now()}`, scope: "agent", agent: "simulated" })).secret;
   const context = await browser.newContext(secret ? { extraHTTPHeaders: { authorization: `Bearer ${secret}` } } : {});
   const page = await context.newPage();
   // Any file of the server: the agent's websocket must have the server's origin.

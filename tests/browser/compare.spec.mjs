@@ -4,6 +4,7 @@
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
 import { metrics, range, simulateAgent, spec } from "./agent.mjs";
+import { queryOf } from "./five-jobs.mjs";
 import { assertViews } from "./looks.mjs";
 import { Browser, TestServer, saveChart, testInFullRun, until } from "./test-server.mjs";
 
@@ -31,7 +32,6 @@ before(async () => {
 after(async () => { await browser?.close(); await server?.close(); });
 
 const comparePath = (query = "") => `/compare?jobs=${jobs.map((j) => j.id).join(",")}${query.includes("metric=") ? "" : "&metric=loss"}${query}`;
-const queryOf = (page) => new URL(page.url()).searchParams;
 const untilDrawn = (page) => until("the charts are drawn", () => page.evaluate(() => Number(document.querySelector("#curves .chart")?.dataset.drawn) > 0 && document.querySelectorAll("#parallel .job").length === 3 && document.getElementById("scatter").dataset.points === "3"));
 /** First letters of the selected jobs' names: f (fast), r (`LONG`), s (slow). */
 const selected = (page) => page.evaluate(() => [...window.lockstep.selection.ids()].map((id) => window.lockstep.jobs().find((j) => j.id === id).name[0]).join(""));
@@ -57,7 +57,6 @@ describe("charts", () => {
     await page.locator("button[data-metric=loss]").click();
     assert.equal(queryOf(page).get("metric"), "val_loss,grad_norm");
     assert.equal(await page.locator("#curves .curve").count(), 2);
-    await page.end();
   });
 
   testInFullRun("remove their listeners when they are switched off", async () => {
@@ -79,7 +78,6 @@ describe("charts", () => {
     await page.locator("button[data-metric=val_loss]").click();
     assert.equal(await page.locator("#curves .curve").count(), 1);
     assert.equal(await listeners(), listenersBefore);
-    await page.end();
   });
 });
 
@@ -110,7 +108,6 @@ describe("a metric", () => {
     await until("the job's page has drawn the metric", () => jobPage.evaluate(() => window.lockstep?.charts.lr.firstDrawnAt > 0));
     assert.deepEqual(await jobPage.evaluate(() => ["accuracy", "lr"].map((name) => window.lockstep.charts[name].yName())), ["accuracy (%)", names[2]]);
     await agent.endAttempt(attempt, { how: "succeeded", step: 100 });
-    await page.end();
   });
 });
 
@@ -127,7 +124,6 @@ describe("jobs with the same name", () => {
     await until("the jobs are listed", async () => (await names()).length === 3);
     assert.deepEqual(await names(), ["twin · lr 0.3", ...ids.slice(1).map((id) => `twin · lr 0.6, ${id.slice(-5)}`)]);
     for (const id of ids) await server.ask(`/jobs/${id}/cancel`, {});
-    await page.end();
   });
 });
 
@@ -176,7 +172,6 @@ describe("groups", () => {
       await page.mouse.move(box.x + box.width * 0.95, box.y + box.height / 2);
       return /\(n = 3\)/.test(left) && /\(n = 1 of 3\)/.test(await tip.innerText());
     }, 20_000);
-    await page.end();
   });
 });
 
@@ -194,7 +189,6 @@ describe("a file of groups", () => {
       assert.equal(head, `line,attempt,${column},points,min,max,mean`);
       assert.ok(Math.abs(Number(row.split(",")[2]) - start) < 1e-6, row);
     }
-    await page.end();
   });
 });
 
@@ -243,7 +237,6 @@ describe("the selection", () => {
     await page.getByRole("button", { name: "Compare only these" }).click();
     await until("one job is left", async () => (await page.locator("#compare-about").textContent()) === "1 job: choose a second job to compare");
     assert.equal(await page.locator("#settings-none").textContent(), "Choose a second job.");
-    await page.end();
   });
 
   testInFullRun("has a scatter plot in the jobs' colours, which is saved as SVG, PNG and CSV", async () => {
@@ -263,7 +256,6 @@ describe("the selection", () => {
     const rows = (await saveChart(page, card, "CSV")).trim().split("\n");
     assert.equal(rows[0], "id,name,train.lr,loss");
     assert.equal(rows[1], `${jobs[0].id},fast,0.4,1`);
-    await page.end();
   });
 });
 
@@ -296,7 +288,6 @@ describe("results", () => {
     await untilDrawn(page);
     const { x, width } = await until("the sorted column is shown", () => page.locator("#results-head [aria-sort]").boundingBox());
     assert.ok(x > 0 && x + width <= 390, `best accuracy is in view on a small screen: ${x} to ${x + width}`);
-    await page.end();
   });
 
   testInFullRun("have no axis for a setting with a single value, and begin with a setting that most of the jobs have", async () => {
@@ -312,7 +303,6 @@ describe("results", () => {
     assert.ok(!axes.includes("train.epochs") && !axes.includes("train.steps"), `settings with at most one value have no axis: ${axes}`);
     assert.equal(await page.locator("#scatter-x").inputValue(), "train.lr");
     assert.equal(await page.locator("#scatter").getAttribute("data-points"), "3");
-    await page.end();
   });
 
   testInFullRun("show whole names in the table of settings, except the longest", async () => {
@@ -322,7 +312,6 @@ describe("results", () => {
     await until("the names are shown", async () => (await names.count()) === 3);
     for (const [i, { name }] of jobs.entries()) assert.equal(await names.nth(i).textContent(), name);
     assert.deepEqual(await names.evaluateAll((all) => all.filter((a) => a.scrollWidth > a.clientWidth || a.scrollHeight > a.clientHeight + 1).map((a) => a.textContent.length)), [LONG.length], "only the longest name is cut");
-    await page.end();
   });
 
   testInFullRun("have axes that all fit on a screen; on a phone a note says that they scroll", async () => {
@@ -338,7 +327,6 @@ describe("results", () => {
     await page.setViewportSize({ width: 390, height: 900 });
     await until("the axes scroll on a phone, and the note says so", async () => (await hidden()) > 0 && /scroll sideways for all \d+ axes/.test(await note.textContent()));
     assert.ok(await page.locator(".more-beside:has(#parallel)").isVisible(), "a shadow marks the hidden axes");
-    await page.end();
   });
 });
 
@@ -350,6 +338,5 @@ describe("on a phone and a screen", () => {
     await assertViews(page, "charts");
     const widest = await page.locator(".job-name, #compare-legend li, .picker label").evaluateAll((all) => Math.max(...all.map((node) => node.scrollWidth)));
     assert.ok(widest <= 360, `a name is ${widest} wide`);
-    await page.end();
   });
 });

@@ -31,7 +31,6 @@ test("numbers and names have the same texts on a rendered and on a live page", a
     return Object.entries(cases).flatMap(([name, all]) => all.map(([given, rendered]) => ({ name, given, rendered, live: functions[name](...given) }))).filter(({ rendered, live }) => live !== rendered);
   }, cases);
   assert.deepEqual(differing, []);
-  await page.end();
 });
 
 describe("a job", () => {
@@ -43,7 +42,6 @@ describe("a job", () => {
     });
     assert.deepEqual(labels[0], ["0", "5e30", "1e31", "1.5e31", "2e31", "2.5e31", "3e31"]);
     for (const all of labels) assert.equal(new Set(all).size, all.length, all.join());
-    await page.end();
   });
 
   test("has the same speed on every page, and its history shows why an attempt ended", async () => {
@@ -110,7 +108,6 @@ describe("a job", () => {
       assert.equal(await page.locator("#checkpoints [data-f=accuracy]").first().evaluate((cell) => { const range = document.createRange(); range.selectNodeContents(cell); return range.getClientRects().length; }), 1, `the accuracy has one line at ${width}`);
     }
     await until("Compare shows the job's end", async () => /succeeded/.test(await compare.locator("#results").textContent()) && !/so far/.test(await compare.locator("#results").textContent()));
-    await page.end();
   });
 
   test("that waits, failed or was cancelled before its first step shows why and what to do, in place of empty charts", async () => {
@@ -139,7 +136,6 @@ describe("a job", () => {
     const list = await page.tab("/jobs");
     await until("the list is live", async () => (await list.locator("#live").textContent()) === "live" && (await list.locator("#rows .parts").count()) > 0);
     await untilAsRendered(list);
-    await page.end();
   });
 });
 
@@ -220,7 +216,6 @@ describe("a log", () => {
     const shown = () => box.locator("[data-at]").evaluateAll((rows) => rows.map((row) => row.dataset.at.split(".").slice(2).join(".")));
     await until("each line is shown once", async () => { assert.deepEqual(await shown(), expected); return true; }, 20_000);
     await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
-    await page.end();
   });
 });
 
@@ -244,7 +239,6 @@ describe("a chart", () => {
     await reportNorms(31, 40);
     await until("new points are drawn", async () => (await points()) === "40 to 40", 20_000);
     await agent.endAttempt(attempt, { how: "succeeded", step: 600 });
-    await page.end();
   });
 
   test("has a slider and a range, and is saved with title, axes, units and legend", async () => {
@@ -278,6 +272,5 @@ describe("a chart", () => {
     assert.equal(bytes.subarray(1, 4).toString(), "PNG");
     const box = await page.locator("#loss-chart").boundingBox();
     assert.ok(bytes.readUInt32BE(20) / 2 > box.height + 60, "the picture has space for names around the chart");
-    await page.end();
   });
 });

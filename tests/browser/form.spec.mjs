@@ -43,7 +43,6 @@ describe("the form", () => {
     assert.deepEqual((await page.locator("#mistakes a").allTextContents()).sort(), ["Learning rate", "Ranks", "Seed"]);
     assert.doesNotMatch(await page.locator("#spec-text").inputValue(), /private/, "a setting at its default is not written");
     assert.equal((await server.ask("/jobs")).jobs.length, 0);
-    await page.end();
   });
 
   test("has defaults as placeholders, finds a setting by its key, and restores what a preset replaced", async () => {
@@ -74,7 +73,6 @@ describe("the form", () => {
     await page.getByRole("button", { name: "Undo" }).click();
     await until("all settings are restored, with their recipe", async () => (await jobFile.inputValue()) === before);
     assert.ok(await page.locator("#preset-done").isHidden());
-    await page.end();
   });
 
   testInFullRun("uses the dataset's validation split, and warns of its broken files before submission", async () => {
@@ -106,7 +104,6 @@ describe("the form", () => {
     const id = new URL(page.url()).pathname.split("/").pop();
     assert.equal((await server.job(id)).spec.data.validation, "validation");
     await server.ask(`/jobs/${id}/cancel`, {}).catch(() => { /* it may have ended already */ });
-    await page.end();
   });
 
   test("works without scripts", async () => {
@@ -122,7 +119,6 @@ describe("the form", () => {
     assert.equal(await page.locator("h1").textContent(), "no script");
     const id = new URL(page.url()).pathname.split("/").pop();
     await server.ask(`/jobs/${id}/cancel`, {});
-    await page.end();
   });
 
   test("is filled by a recipe, whose milestones scale with other epochs, and whose learning rate scales with the batch size", async () => {
@@ -145,7 +141,6 @@ describe("the form", () => {
     await server.ask(`/jobs/${id}/cancel`, {});
     await page.goto(`${server.url}/jobs/new?dataset=${spec.data.dataset}`);
     assert.equal(await page.getByLabel("Name", { exact: true }).inputValue(), `${spec.name} (2)`, "the suggested name is not the name of another job");
-    await page.end();
   });
 
   test("submits a sweep that is edited in fields and in the job file, and the sweep's page compares its trials", async () => {
@@ -192,7 +187,6 @@ describe("the form", () => {
     await page.route("**/api/v1/jobs?tag=*", (route) => route.fulfill({ json: { jobs: null, next_cursor: null } }));
     await page.reload();
     await until("an error of the script is not reported as an error of the network", async () => /^This page's script has failed: /.test(await page.locator("#sweep-error").textContent()));
-    await page.end();
   });
 
   testInFullRun("accepts sizes by epoch, and suggests the nearest name for an unknown key of the job file", async () => {
@@ -204,7 +198,6 @@ describe("the form", () => {
     await until("the field follows the text", async () => (await sizes.inputValue()) === "1: 16, 3: 32");
     await jobFile.fill('[data]\ndataset = "fashion-mnist"\nresize = 36\n');
     await until("the right name is suggested", async () => /no key is called "resize" here; did you mean "resize_size"/.test(await page.locator("#spec-error").textContent()));
-    await page.end();
   });
 
   testInFullRun("reports a missing dataset together with the other errors", async () => {
@@ -215,6 +208,5 @@ describe("the form", () => {
     await page.getByRole("button", { name: "Submit job" }).click();
     await until("submission shows both errors", async () => /fashion-minst/.test(await page.locator("main").innerText()) && /train\.lr: /.test(await error.textContent()));
     assert.equal((await server.ask("/jobs")).jobs.filter(({ name }) => name === "two mistakes").length, 0);
-    await page.end();
   });
 });

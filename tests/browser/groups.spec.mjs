@@ -52,7 +52,6 @@ describe("groups of the list", () => {
       assert.equal(new Set(heights).size, 1, `${heights} pixels at ${width}`);
       assert.match(await heads.first().locator(".c-progress").getAttribute("title"), /1 running · 12 queued · .*10 cancelled/);
     }
-    await page.end();
   });
 
   test("have means and standard deviations, are sorted by their best job, open and close, and are kept in the URL and in views", async () => {
@@ -96,7 +95,6 @@ describe("groups of the list", () => {
     assert.equal(queryOf(page).get("open"), null);
     await page.getByRole("button", { name: "Remove the grouping by train.lr" }).click();
     await until("the jobs are listed without groups", async () => (await page.locator("#rows tr").count()) === 6 && (await page.locator(".group").count()) === 0);
-    await page.end();
   });
 
   test("are made by project, owner, tag or several keys, with a group for jobs without a value", async () => {
@@ -123,7 +121,6 @@ describe("groups of the list", () => {
     await until("all jobs of the group are selected", async () => /^3 jobs/.test(await page.locator("#bulk-count").textContent()));
     await page.locator("[data-bulk=compare]").click();
     await page.waitForURL(/compare\?jobs=/);
-    await page.end();
   });
 
   testInFullRun("have a checkbox that shows whether all, some or none of their jobs are selected", async () => {
@@ -142,7 +139,6 @@ describe("groups of the list", () => {
     await box.check();
     await group(page, "base").getByRole("button", { name: "base" }).click();
     await until("closing the group clears its selection", async () => (await page.locator("#bulk").isHidden()) && (await state()) === "none");
-    await page.end();
   });
 
   test("follow changes of jobs, and report an unknown key", async () => {
@@ -160,7 +156,6 @@ describe("groups of the list", () => {
     await untilGrouped(page, "train.lr 0.1,train.lr 0.2,train.lr 0.4");
     const extra = await group(page, "train.lr 0.1").locator(".group-head .c-extra").allTextContents();
     assert.deepEqual(extra, ["", "2 ± 1", ""], "only the seed has a mean: model.arch is text, and no job has a validation loss");
-    await page.end();
   });
 
   testInFullRun("load a hundred at a time, with means over all jobs of a group", async () => {
@@ -189,7 +184,6 @@ describe("groups of the list", () => {
       return (await page.locator(".pad:visible").count()) > 0;
     });
     await assertNameWidth(400, "while rows far from the screen are left out");
-    await page.end();
   });
 });
 
@@ -204,6 +198,5 @@ describe("the filter by owner", () => {
     assert.equal(queryOf(page).get("owner"), "ben");
     await page.getByRole("button", { name: "Remove the filter of ben" }).click();
     await until("all jobs are listed", async () => (await page.locator("#rows tr").count()) === 6);
-    await page.end();
   });
 });

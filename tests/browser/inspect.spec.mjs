@@ -53,7 +53,6 @@ describe("a model", () => {
     assert.ok(await page.locator("#behind img").first().evaluate((img) => img.decode().then(() => img.naturalWidth > 0)), "the pictures can be decoded");
     await page.getByRole("button", { name: "Back to the most confident mistakes" }).click();
     assert.equal(await page.locator("#behind-title").textContent(), "Most confident mistakes");
-    await page.end();
   });
 
   testInFullRun("is evaluated by nearest neighbours", async () => {
@@ -62,7 +61,6 @@ describe("a model", () => {
     await until("the accuracy of nearest neighbours is shown", async () => /right by 20 nearest/.test(await page.locator("#neighbours-sum").textContent()));
     const near = await server.ask(`/jobs/${job.id}/evaluation/neighbours?checkpoint=${checkpoint.id}`);
     assert.equal(await page.locator("#neighbours-sum").textContent(), `${(near.weighted * 100).toFixed(2)} % ± ${(100 * Math.sqrt(near.weighted * (1 - near.weighted) / 187)).toFixed(1)} of 187 right by 20 nearest neighbours among ${near.gallery.toLocaleString("en")} training pictures, weighted by similarity; ${(near.majority * 100).toFixed(2)} % if all neighbours count the same`);
-    await page.end();
   });
 
   testInFullRun("shows the sample count of its accuracy, and a fork's learning rate before the fork is submitted", async () => {
@@ -73,7 +71,6 @@ describe("a model", () => {
     assert.match(await page.locator("#fork-weights").getAttribute("href"), new RegExp(`^/jobs/new\\?from=${job.id}&set=model.pretrained=${job.id}-[0-9]+-[0-9]+$`));
     await page.getByLabel("Settings to change").fill("train.steps = 240\ntrain.schedule = one_cycle");
     await until("the fork's form describes the learning rate", async () => /^The learning rate changes where the run continues: .* and 0 at the last step, 240/.test(await page.locator("#fork-warnings").textContent()));
-    await page.end();
   });
 
   test("classifies several dropped pictures as the command line does", async () => {
@@ -113,7 +110,6 @@ describe("a model", () => {
     }
     const local = JSON.parse(execFileSync(BINARY, ["predict", "--json", "--model", join(server.dir, "jobs", job.id, "checkpoints", "1-40"), files[0].file]));
     assert.deepEqual(local[0].classes, predicted[0].classes, "prediction without a server gives the same result");
-    await page.end();
   });
 
   test("is registered under a name on its job's page, and the name's alias is moved to another version", async () => {
@@ -163,7 +159,6 @@ describe("a model", () => {
     await version(2).getByRole("button", { name: "Remove version 2" }).click();
     await page.getByRole("button", { name: "Remove it" }).click();
     await page.waitForURL(`${server.url}/models`);
-    await page.end();
   });
 
   testInFullRun("is downloaded with all files, and is evaluated from its row", async () => {
@@ -182,7 +177,6 @@ describe("a model", () => {
     await row.getByRole("button", { name: /Evaluate/ }).click();
     await until("the evaluation opens", () => page.locator("#evaluation-out").isVisible());
     assert.equal(new URL(page.url()).searchParams.get("tab"), "evaluation");
-    await page.end();
   });
 });
 
@@ -221,7 +215,6 @@ describe("data", () => {
     assert.ok(new Set(versions).size > 1, "the versions differ");
     const repeated = await server.ask(`/datasets/fashion-mnist/samples?augmented=${job.id}&limit=40`);
     assert.deepEqual(repeated.samples.slice(0, 5).map((s) => `data:image/png;base64,${s.png}`), versions, "the augmentation is seeded");
-    await page.end();
   });
 
   test("with a broken picture is accepted, and the picture is named", async () => {
@@ -240,7 +233,6 @@ describe("data", () => {
     await card.locator(".broken summary").click();
     assert.match(await card.locator(".broken summary").textContent(), /^1 /);
     assert.match(await card.locator(".broken li").textContent(), /torn\.png.*\S/);
-    await page.end();
   });
 
   test("is uploaded as a zip file, shown, and removed with its files", async () => {
@@ -276,7 +268,6 @@ describe("data", () => {
     await page.getByRole("button", { name: "Remove it" }).click();
     await until("the dataset is removed", async () => (await card.count()) === 0);
     await assert.rejects(readFile(join(path, "odd/0.png")), /ENOENT/);
-    await page.end();
   });
 
   testInFullRun("in a folder is inspected while the folder's path is typed", async () => {
@@ -296,6 +287,5 @@ describe("data", () => {
     await page.getByRole("button", { name: "Remove it" }).click();
     await until("the dataset is removed", async () => !(await page.getByRole("heading", { name: "again" }).isVisible()));
     assert.ok(await readFile(new URL("../../assets/fashion-mnist/classes.txt", import.meta.url)), "the dataset's files are kept");
-    await page.end();
   });
 });

@@ -1,9 +1,8 @@
 // The pages of a job, from the form to the job's end.
 
 import assert from "node:assert/strict";
-import { execFileSync } from "node:child_process";
-import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
+import { sql } from "./five-jobs.mjs";
 import { Browser, TestServer, testInFullRun, losses, pixels, state, until, untilLive } from "./test-server.mjs";
 
 let server, browser;
@@ -48,7 +47,6 @@ describe("a job", () => {
     assert.match(await page.locator("#ranks li").first().textContent(), /rank 0.*\d m?s/s);
     await server.ask(`/jobs/${new URL(page.url()).pathname.split("/").pop()}/cancel`, {});
     await until("the job ends", async () => (await state(page)) === "cancelled");
-    await page.end();
   });
 
   test("shows each step once at its end, also after a reload and in a second tab", async () => {
@@ -76,7 +74,6 @@ describe("a job", () => {
     await page.reload();
     await until("a reload shows the same curves", async () => { assert.deepEqual(await losses(page), finalCurves); return true; });
     await until("a reload shows the same log", async () => { assert.deepEqual(await logged(), log); return true; });
-    await page.end();
   });
 
   testInFullRun("has a page without large empty spaces", async () => {
@@ -139,27 +136,22 @@ describe("a job", () => {
     await page.getByRole("button", { name: "Delete the job" }).click();
     await page.waitForURL(/\/jobs$/);
     await until("the list no longer has the job", async () => !(await page.locator("#rows").textContent()).includes("endless"));
-    await page.end();
   });
 
   testInFullRun("with an unreadable setting names the setting and the remedy", async () => {
     const { id } = await server.submit({ name: "of another age", train: { steps: 5 } });
     await until("the job has succeeded", async () => (await server.job(id)).state === "succeeded");
     const page = await browser.page(server, `/jobs/${id}`);
-    const banner = page.locator("#banner"), live = async () => (await page.locator("#live").textContent()) === "live";
-    await until("the page is live", live);
+    const banner = page.locator("#banner");
+    await untilLive(page);
     assert.ok(!await banner.isVisible());
     // Stores a setting as another version of the server might.
-    execFileSync("python3", ["-c", `import sqlite3, sys
-db = sqlite3.connect(sys.argv[1], timeout=30)
-db.execute("UPDATE jobs SET spec = json_set(spec, '$.train.optimizer', 'of another age') WHERE id = ?", [sys.argv[2]])
-db.commit()`, join(server.dir, "lockstep.db"), id]);
+    sql(server, `UPDATE jobs SET spec = json_set(spec, '$.train.optimizer', 'of another age') WHERE id = '${id}'`);
     await page.reload();
-    await until("the page is live again", live);
+    await untilLive(page);
     assert.match(await banner.textContent(), /Not all of this job can be read\..*train\/optimizer.*with defaults for the rest\./s);
     assert.equal(await banner.getAttribute("data-tone"), "warn");
     assert.ok(await banner.isVisible());
-    await page.end();
   });
 
   test("has each point once on a page that was open when the server crashed", async () => {
@@ -185,6 +177,5 @@ db.commit()`, join(server.dir, "lockstep.db"), id]);
       assert.equal((await losses(page))["rank 0"].points, stored.flat().length);
       return true;
     });
-    await page.end();
   });
 });

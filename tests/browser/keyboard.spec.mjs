@@ -114,5 +114,4 @@ testInFullRun("a tab of a job scrolls into view when a key or a link opens it", 
   assert.equal((await focused(page)).name, "Evaluation");
   await page.goto(`${server.url}/jobs/${job.id}?tab=history`);
   await until("the linked panel is in view", () => isInView("#history-panel"));
-  await page.end();
 });

@@ -33,7 +33,6 @@ describe("the heads of the columns", () => {
     await columnHead(page, "Job").focus();
     await page.keyboard.press("Enter");
     await untilListed(page, "anna,berta,carl,dora,holder");
-    await page.end();
   });
 
   testInFullRun("sort by state and by progress, with the most advanced jobs first", async () => {
@@ -68,7 +67,6 @@ describe("the heads of the columns", () => {
     await until("the row's state changes in place", async () => (await page.locator(`tr[data-id="${id}"] [data-f=state]`).textContent()) === "cancelled");
     await removeJob(server, id);
     await until("the job is gone", async () => !(await jobNames(page)).includes("between"));
-    await page.end();
   });
 
   testInFullRun("work as links if JavaScript is disabled", async () => {
@@ -78,15 +76,17 @@ describe("the heads of the columns", () => {
     await page.getByRole("columnheader", { name: "Loss" }).getByRole("link").click();
     await untilListed(page, "anna,berta");
     assert.equal(queryOf(page).get("project"), "vision");
-    await page.end();
   });
 });
+
+/** Returns a function that types a condition into the open menu of filters. */
+const addCondition = (page) => async (condition) => { await page.getByLabel("A setting or result: ").fill(condition); await page.keyboard.press("Enter"); };
 
 describe("the filters", () => {
   test("show settings and days as chips, and report invalid filters", async () => {
     const page = await browser.page(server, "/jobs?sort=name", { expectedErrors: [/400/] });
+    const add = addCondition(page);
     await page.locator(".narrow summary").click();
-    const add = async (condition) => { await page.getByLabel("A setting or result: ").fill(condition); await page.keyboard.press("Enter"); };
     await add("train.lr >= 0.2");
     await untilListed(page, "berta,carl");
     assert.equal(queryOf(page).get("where"), "train.lr>=0.2");
@@ -128,13 +128,12 @@ describe("the filters", () => {
     await untilListed(page, "anna,berta,carl,dora,holder");
     await page.getByRole("button", { name: `Remove the filter from ${today}` }).click();
     assert.equal(queryOf(page).get("created_after"), null);
-    await page.end();
   });
 
   testInFullRun("accept a key without its section (`lr`) if only one section of the job file has the key", async () => {
     const page = await browser.page(server, "/jobs?sort=name", { expectedErrors: [/400/] });
+    const add = addCondition(page);
     await page.locator(".narrow summary").click();
-    const add = async (condition) => { await page.getByLabel("A setting or result: ").fill(condition); await page.keyboard.press("Enter"); };
     await add("lr > 0.1");
     await untilListed(page, "berta,carl");
     assert.equal(queryOf(page).get("where"), "lr>0.1");
@@ -147,7 +146,6 @@ describe("the filters", () => {
     await untilListed(page, "berta,carl");
     await add("every_steps > 1");
     await until("the error names both sections", async () => /checkpoint\.every_steps or log\.every_steps/.test(await page.locator("#list-problem").textContent()));
-    await page.end();
   });
 
   test("offer projects and tags, and a click on a row's tag adds a filter", async () => {
@@ -176,7 +174,6 @@ describe("the filters", () => {
     await page.locator("#tag").selectOption("warm up");
     await until("no job has both tags", () => page.locator("#none-match").isVisible());
     assert.equal(queryOf(page).get("tag"), "held,warm up");
-    await page.end();
   });
 
   test("apply conditions on settings, results and metrics to jobs from the stream", async () => {
@@ -190,7 +187,6 @@ describe("the filters", () => {
     }, conditions);
     assert.deepEqual(ofStream, ["best>0.7", "speed<100", "loss<1", "val_loss!=1", "lr=0.1"]);
     assert.deepEqual(ofServer, ["step_ms<1", "recipe=finetune"], "conditions whose values the response lacks count as fulfilled, because the server has applied them");
-    await page.end();
   });
 
   test("search names, tags and notes", async () => {
@@ -200,7 +196,6 @@ describe("the filters", () => {
       await untilListed(page, expected);
       assert.equal(queryOf(page).get("q") ?? "", query);
     }
-    await page.end();
   });
 });
 
@@ -234,7 +229,20 @@ describe("views", () => {
       assert.equal(await page.locator(".views li").count(), lines);
     }
     assert.match(await page.locator(".saved-views .error").textContent(), /50 views/);
+  });
+});
+
+describe("an open list", () => {
+  testInFullRun("shows older jobs in place of deleted jobs", async () => {
+    // The holder occupies the only slot, so these jobs wait.
+    for (let i = 0; i < 60; i++) await server.ask("/jobs", spec(`many ${i}`, 1, 1000));
+    const { jobs } = await server.ask("/jobs?limit=60&name=many&fields=id"), page = await browser.page(server, "/jobs?name=many"), rows = page.locator("#rows tr");
+    await until("the first jobs are listed", async () => (await rows.count()) >= 25);
+    for (const { id } of jobs.slice(0, 50)) await removeJob(server, id);
+    await until("the ten older jobs are listed", async () => (await rows.count()) === 10);
+    assert.ok(await page.locator("#no-jobs").isHidden() && await page.locator("#none-match").isHidden());
     await page.end();
+    for (const { id } of jobs.slice(50)) await removeJob(server, id);
   });
 });
 
@@ -267,7 +275,6 @@ describe("actions on several jobs", () => {
     await until("the dialog closes", async () => !(await confirmButton.isVisible()));
     assert.deepEqual(asked.sort(), ["anna", "anna", "carl"]);
     assert.ok(await page.locator("#bulk").isHidden());
-    await page.end();
   });
 });
 
@@ -310,7 +317,6 @@ describe("columns", () => {
     await page.evaluate(() => localStorage.setItem("columns", "none,loss"));
     await page.goto(`${server.url}/jobs`);
     await until("`none` is ignored", async () => (await heads()) === "State,Job,Loss");
-    await page.end();
   });
 
   testInFullRun("of tags and of settings with several values can be sorted", async () => {
@@ -335,7 +341,6 @@ describe("columns", () => {
     await until("lists are sorted as text", async () => { const names = await jobNames(page); return names.indexOf("one") < names.indexOf("two") || Promise.reject(new Error(names.join())); });
     assert.equal(queryOf(page).get("sort"), "spec.train.milestones");
     for (const id of ids) await removeJob(server, id);
-    await page.end();
   });
 });
 
@@ -463,6 +468,5 @@ describe("jobs that wait", () => {
     assert.match(await withoutScripts.locator(`tr[data-id="${id}"] [data-f=reason]`).textContent(), /^place 1 in the queue · /);
     await withoutScripts.end();
     for (const gone of [id, urgent.id]) await removeJob(server, gone);
-    await page.end();
   });
 });

@@ -81,7 +81,6 @@ describe("a page of several ranks", () => {
     await page.locator("#other-metric").selectOption("gpu_power_watts");
     const power = await until("power is drawn for each rank", async () => { const all = await page.evaluate(() => window.lockstep.charts.lr.snapshot()); return all.length === RANKS && all; });
     assert.deepEqual(power.map((line) => [line.label, line.points, line.value]), [0, 1, 2, 3].map((r) => [`rank ${r}`, 60, 350.5 + r]));
-    await page.end();
   });
 
   test("has a crosshair that all charts share, and a mean with a band from the lowest to the highest rank", async () => {
@@ -111,7 +110,6 @@ describe("a page of several ranks", () => {
       const all = series.map((s) => s.mean[i]), expected = [Math.min(...all), all.reduce((a, b) => a + b) / all.length, Math.max(...all)];
       expected.forEach((v, n) => assert.ok(Math.abs(spread[k][n] - v) < 1e-6, `${spread[k]} instead of ${expected}`));
     }
-    await page.end();
   });
 });
 
@@ -143,7 +141,6 @@ describe("a page that stays open", () => {
     heldMessages.splice(0).forEach((send) => send());
     await until("the page is live again", async () => (await live.textContent()) === "live");
     assert.equal((await losses(page))["rank 2"].points, 13);
-    await page.end();
   });
 
   test("selects the best checkpoint until another is chosen, and classifies its pictures again after a change", async () => {
@@ -203,7 +200,6 @@ describe("a page that stays open", () => {
     await agent.endAttempt(attempt, { how: "stopped" });
     await until("the banner says where Retry continues", async () => /^\s*Cancelled\. Retry continues from step 60\.\s/.test(await page.locator("#banner").textContent()));
     assert.match(await (await page.request.get(page.url())).text(), /Retry continues from step 60\./, "also on the rendered page");
-    await page.end();
   });
 
   test("shows where a lower learning rate can be set when a job diverges", async () => {
@@ -215,7 +211,6 @@ describe("a page that stays open", () => {
     await until("the link is shown", async () => (await page.locator("#diagnosis").textContent()) === "Start the job again with train.lr = 0.001. · try train.lr = 0.001");
     assert.equal(await page.locator("#diagnosis a").getAttribute("href"), `/jobs/new?from=${job.id}&set=train.lr=0.001`);
     assert.match(await page.locator("#banner").textContent(), /The job failed:\s+training has diverged at step 10/);
-    await page.end();
   });
 
   test("notifies of a job's end while it is hidden, if a person has asked for that, and shows why the accuracy is low", async () => {
@@ -251,7 +246,6 @@ describe("a page that stays open", () => {
       if (reload) await page.reload();
       await until("links lead to clones with trained weights and with another learning rate", async () => (await links()).join() === `try model.pretrained = resnet18: /jobs/new?from=${job.id}&set=model.pretrained=resnet18,try train.lr = 0.02: /jobs/new?from=${job.id}&set=train.lr=0.02`);
     }
-    await page.end();
   });
 
   testInFullRun("notifies of an end once in every list, while it is hidden and draws no frame", async () => {
@@ -312,7 +306,6 @@ describe("a page that stays open", () => {
     await until("the job runs", async () => (await page.locator("#live").textContent()) === "live" && (await state.textContent()) === "running");
     await end(job, 10);
     await until("the job's end is shown", async () => (await state.textContent()) === "succeeded", 20_000);
-    await page.end();
   });
 
   testInFullRun("says why notifications are unavailable, and what to do", async () => {

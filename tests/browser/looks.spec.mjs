@@ -22,7 +22,7 @@ describe("a page of a crowded server fits, is readable and accessible:", () => {
 
 describe("a page of an empty server fits, is readable and accessible:", () => {
   // Without the server's token, `browser.page` does not sign in.
-  test("sign-in", () => checkPage(browser, { url: authServer.url }, "/login?next=%2Fjobs", "login", { views: TWO_VIEWS }));
+  test("sign-in", () => checkPage(browser, { url: authServer.url }, "/login?next=%2Fjobs", "login", { views }));
   test("the list of a member", () => checkPage(browser, { url: authServer.url }, "/jobs", "empty-jobs-of-a-member", {
     views: TWO_VIEWS, prepare: (page) => signIn(page.context(), authServer, "member"), options: { expectedErrors: [/401|404/] },
   }));

@@ -48,7 +48,6 @@ describe("machines with GPUs", () => {
     for (const metric of ["memory_used_bytes", "disk_read_bytes_per_second", "network_sent_bytes_per_second"]) {
       await until(`${metric} of the machine has a line`, async () => (await page.locator(`.machine > .gauges [data-metric="${metric}"]`).getAttribute("d"))?.startsWith("M"));
     }
-    await page.end();
   });
 
   testInFullRun("show charts of the loss scale and the skipped steps for a float16 job", async () => {
@@ -67,7 +66,6 @@ describe("machines with GPUs", () => {
     }
     assert.match(await page.locator("#loss_scale-chart").getAttribute("aria-label") ?? "", /Loss scale/);
     await agent.endAttempt(attempt, { how: "succeeded", step: 100 });
-    await page.end();
   });
 
   test("show findings, and a version that differs from the server's", async () => {
@@ -80,7 +78,6 @@ describe("machines with GPUs", () => {
     await agent.say({ type: "findings", findings: [] });
     await until("the finding is gone after a report without findings", async () => (await page.locator(".warnings li.bad").count()) === 0);
     await agent.endAttempt(runningAttempt, { how: "succeeded", step: 100 });
-    await page.end();
   });
 });
 
@@ -107,11 +104,10 @@ describe("machines", () => {
     assert.match(await joinCard.innerText(), /only this machine reaches it/);
     assert.match(await joinCard.innerText(), /--advertise ADDRESS/);
     assert.match(await joinCard.innerText(), new RegExp(`lockstep serve --listen 0\\.0\\.0\\.0:${server.port} --tls-own-ca`));
-    await page.end();
   });
 
   test("can be removed once they are offline, after a confirmation", async () => {
-    const page = await browser.page(server, "/machines"), card = page.locator(".machine"), remove = page.getByRole("button", { name: "Remove made-up" });
+    const page = await browser.page(server, "/machines"), card = page.locator(".machine"), remove = page.getByRole("button", { name: "Remove simulated" });
     await until("the machine is online", async () => /online/.test(await card.locator(".pill").first().textContent()));
     assert.equal(await remove.count(), 0, "an online machine has no button Remove");
     await agent.close();
@@ -119,7 +115,7 @@ describe("machines", () => {
     assert.ok((await card.locator(".slots li").allInnerTexts()).every((text) => /offline/.test(text)));
     await remove.focus();
     await remove.press("Enter");
-    const dialog = page.getByRole("dialog", { name: "Remove made-up?" });
+    const dialog = page.getByRole("dialog", { name: "Remove simulated?" });
     await assertAccessible(page, "the confirmation");
     await dialog.getByRole("button", { name: "Keep it" }).click();
     assert.equal(await card.count(), 1);
@@ -128,6 +124,5 @@ describe("machines", () => {
     await until("the machine is gone", async () => (await card.count()) === 0);
     await until("the page says that no machine has joined", () => page.getByRole("heading", { name: "No machine has joined" }).isVisible());
     assert.deepEqual((await server.ask("/agents")).agents, []);
-    await page.end();
   });
 });

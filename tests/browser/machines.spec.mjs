@@ -43,7 +43,6 @@ describe("machines", () => {
     assert.deepEqual(await page.evaluate(() => document.activeElement.dataset.drain), "undrain");
     await page.getByRole("button", { name: "Undrain" }).press("Enter");
     await until("the machine is no longer drained", async () => (await page.getByText("Drained:").count()) === 0);
-    await page.end();
   });
 
   test("have a group among the job's charts, with one line per machine", async () => {
@@ -57,6 +56,5 @@ describe("machines", () => {
     await until("the chart is drawn", async () => /point/.test(await page.locator("#lr-note").innerText()));
     const { agents: [{ name }] } = await server.ask("/agents");
     assert.deepEqual([...new Set(await page.evaluate(() => window.lockstep.charts.lr.snapshot().map((line) => line.label)))], [name], "the line has the machine's name");
-    await page.end();
   });
 });

@@ -25,7 +25,6 @@ describe("pages", () => {
     for (const tab of tabs) await untilLive(tab);
     assert.match(await page.locator("#rows").textContent(), /finished/);
     assert.equal(await state(tabs[1]), "succeeded");
-    await page.end();
   });
 
   test("show the audit log without horizontal scrolling, also with a long path", async () => {
@@ -42,7 +41,6 @@ describe("pages", () => {
     await page.getByLabel("Who").fill("nobody-of-this-name");
     await page.getByRole("button", { name: "Filter" }).click();
     await page.getByText("No entry matches.").waitFor();
-    await page.end();
   });
 
   test("show an error in a webhook beside its field and keep the other values, and the audit log describes the attempt", async () => {
@@ -58,7 +56,6 @@ describe("pages", () => {
     await page.goto(`${server.url}/audit`);
     await page.getByRole("link", { name: "webhooks", exact: true }).click();
     assert.match(await page.locator(".card.table").innerText(), /this machine tried to add webhook refused: 422/);
-    await page.end();
   });
 
   test("keep a chosen theme", async () => {
@@ -70,7 +67,6 @@ describe("pages", () => {
     assert.notEqual(light, dark);
     await page.goto(`${server.url}/machines`);
     assert.equal(await background(), light);
-    await page.end();
   });
 });
 
@@ -101,7 +97,6 @@ describe("the list", () => {
     await until("the job's slot is shown as busy", async () => (await machines.locator(".slots .busy").count()) === 1);
     await server.ask(`/jobs/${id}/cancel`, {});
     await until("the slot is free again", async () => (await machines.locator(".slots .busy").count()) === 0);
-    await page.end();
   });
 });
 
@@ -147,7 +142,6 @@ describe("a chart", () => {
       assert.equal(await page.getByRole("button", { name, exact: true }).getAttribute("aria-pressed"), "true");
     }
     assert.equal(await state(page), "succeeded");
-    await page.end();
   });
 
   test("draws a point at the end time of its step, also when step times are in buckets", async () => {
@@ -165,7 +159,6 @@ describe("a chart", () => {
     });
     assert.deepEqual(exact, { times: [1, 16, 17, 48, 96], steps: [1, 16, 40, 64] });
     assert.deepEqual(buckets, exact);
-    await page.end();
   });
 
   test("keeps peaks, gaps and totals when it merges points, and ignores repeated points", async () => {
@@ -202,6 +195,5 @@ describe("a chart", () => {
     assert.deepEqual(merged.smooth, [1, 1, 1], "smoothing has no bias at its start");
     // An average with weights: 10 steps of loss 1 before the resume, one step of loss 5 after it. The weights' sum is 1 - 0.9 ** 11.
     assert.ok(Math.abs(merged.resumed - ((1 - 0.9 ** 10) * 0.9 + 5 * 0.1) / (1 - 0.9 ** 11)) < 1e-3, `smoothing continues at a resume: ${merged.resumed}`);
-    await page.end();
   });
 });

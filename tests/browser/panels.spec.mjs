@@ -109,7 +109,6 @@ describe("panels", () => {
     await page.getByRole("button", { name: "Edit Loss and rate" }).click();
     await dialog.getByRole("button", { name: "Remove" }).click();
     await until("the panel is gone", async () => (await titles(page)).length === 0 && (await storedTitles()).length === 0);
-    await page.end();
   });
 
   testInFullRun("ignore outliers, and are saved with units on their axes", async () => {
@@ -152,7 +151,6 @@ describe("panels", () => {
     await page.reload();
     await until("the order is kept after a reload", async () => (await titles(page)).join("") === "cba");
     await until("every chart is drawn", async () => (await page.locator("#custom-grid .chart[data-drawn]:not([data-drawn='0'])").count()) === 3);
-    await page.end();
   });
 
   testInFullRun("return to their order when the server refuses a move", async () => {
@@ -163,7 +161,6 @@ describe("panels", () => {
     await page.keyboard.press("ArrowRight");
     await until("the note shows the server's error", async () => (await page.locator("#custom-note").textContent()) === "the database is away");
     assert.deepEqual([await titles(page), await storedTitles()], [["a", "b"], ["a", "b"]]);
-    await page.end();
   });
 
   test("of a project are shown for its jobs without their own panels", async () => {
@@ -186,7 +183,6 @@ describe("panels", () => {
     await until("the job shows the project's panels again", async () => (await titles(otherPage)).join() === "for all");
     await otherPage.end();
     await savePanels([], "/projects/default/panels");
-    await page.end();
   });
 });
 
@@ -210,7 +206,6 @@ describe("layers", () => {
     // The job reports another step while the page is open.
     await agent.report(job.attempt, 0, [histograms(40)]);
     await until("the next step is drawn", async () => (await heat.getAttribute("data-steps")) === "4");
-    await page.end();
   });
 
   test("are shown as a picture and a table of the network", async () => {
@@ -221,7 +216,6 @@ describe("layers", () => {
     assert.match(await page.locator("#network-stages li").nth(2).innerText(), /32 × 16 × 16\s+6 layers\s+55,296 parameters\s+2.5 ms/);
     const row = page.locator("#network-rows tr").filter({ hasText: "layer3.2.conv1" });
     assert.deepEqual(await row.locator("th, td").allTextContents(), ["layer3.2.conv1", "conv 3x3", "64 × 8 × 8", "36,864", "632 µs"]);
-    await page.end();
   });
 
   testInFullRun("show a plan's predicted figures, and each rank its position in the mesh", async () => {
@@ -240,7 +234,6 @@ describe("layers", () => {
     const row = page.locator("#network-rows tr").last();
     assert.deepEqual(await row.locator("th, td").allTextContents(), ["fc", "linear", "10", "650", "211 µs", "201 µs", "1/2 of the channels", "2.5 MB", "0 B"]);
     await until("the list of ranks shows the positions", async () => /data 0\s*model 1: part 2 of 2 of fc/.test(await page.locator("#ranks [data-rank='1']").innerText()));
-    await page.end();
   });
 
   testInFullRun("have no tab on the page of a job that has not reported them", async () => {
@@ -252,7 +245,6 @@ describe("layers", () => {
     await until("metrics that the job cannot have are not offered", async () => (await groups(true)).join() === "float16,GPU");
     assert.deepEqual(await groups(false), ["Training", "Time of a step", "Machine"]);
     await server.ask(`/jobs/${id}/cancel`, {});
-    await page.end();
   });
 });
 
@@ -273,6 +265,5 @@ describe("a page with panels and histograms", () => {
     await assertAccessible(page, "the form");
     await page.keyboard.press("Escape");
     assert.equal(await page.evaluate(() => document.activeElement.getAttribute("aria-label")), "Edit Times");
-    await page.end();
   });
 });

@@ -31,11 +31,11 @@ describe("the queue", () => {
     await submit(LONG, 2, { project: "vision" });
     await submit("small", 1);
     await until("both jobs appear, the large job first", async () => (await names(page)).join() === [LONG, "small"].join());
-    await until("the large job's row gives its reason and the kept slot", async () => /waits for 2 slots: 1 of 2 on "made-up" free.*1 slot kept/s.test(await row(page, LONG).locator(".q-reason").textContent()));
+    await until("the large job's row gives its reason and the kept slot", async () => /waits for 2 slots: 1 of 2 on "simulated" free.*1 slot kept/s.test(await row(page, LONG).locator(".q-reason").textContent()));
     assert.doesNotMatch(await row(page, "small").textContent(), /slots? kept/);
-    await until("the small job's row names the job that the slot is kept for", async () => /1 of 2 on "made-up" free, kept for "large-/.test(await row(page, "small").locator(".q-reason").textContent()));
+    await until("the small job's row names the job that the slot is kept for", async () => /1 of 2 on "simulated" free, kept for "large-/.test(await row(page, "small").locator(".q-reason").textContent()));
     assert.equal(await page.locator("#summary").textContent(), "2 jobs wait · 1 slot kept");
-    assert.match(await page.locator(".reservations li").textContent(), /made-up kept for large-.*: slot 1, and every other slot that becomes free/);
+    assert.match(await page.locator(".reservations li").textContent(), /simulated kept for large-.*: slot 1, and every other slot that becomes free/);
     await submit("urgent", 1);
     await until("the new job is the last", async () => (await names(page)).join() === [LONG, "small", "urgent"].join());
     const priority = page.getByLabel("Priority of urgent");
@@ -71,7 +71,6 @@ describe("the queue", () => {
     await server.ask(`/jobs/${jobs.small.id}/cancel`, {});
     await until("no job waits", () => page.getByRole("heading", { name: "Nothing waits" }).isVisible());
     await agent.endAttempt(urgent, { how: "succeeded", step: 1 });
-    await page.end();
   });
 
   test("is filtered by its URL, and the page Machines names the job that a slot is kept for", async () => {
@@ -92,6 +91,5 @@ describe("the queue", () => {
     await page.goto(`${server.url}/machines`);
     await until("the slot names the job", async () => /kept for large-/.test(await page.locator('.slots [data-slot="1"]').textContent()));
     assert.match(await page.locator('.slots [data-slot="0"]').textContent(), /running/);
-    await page.end();
   });
 });

@@ -66,5 +66,4 @@ test("metrics of any name have panels, also if they arrive later; the summary's 
   assert.deepEqual(rows, [["config.lr", "0.1", "–"], ["config.net.depth", "3", "–"], ["summary.accuracy", "0.75", "–"]]);
   await page.goto(`${server.url}/compare?jobs=${run.id},${otherRun.id}&group=config.lr`);
   await until("a setting groups the runs", async () => (await page.locator("#compare-legend li").allTextContents()).sort().join() === "config.lr 0.1 (n = 1),config.lr – (n = 1)");
-  await page.end();
 });

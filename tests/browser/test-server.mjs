@@ -7,7 +7,7 @@ import { mkdtemp, readdir, readFile, rm } from "node:fs/promises";
 import { createServer } from "node:net";
 import { setPriority, tmpdir } from "node:os";
 import { dirname, join, resolve } from "node:path";
-import { test } from "node:test";
+import { afterEach, test } from "node:test";
 import { fileURLToPath } from "node:url";
 import { chromium } from "playwright-core";
 
@@ -151,6 +151,11 @@ export class TestServer {
   }
 }
 
+/** The open pages of a test, which are closed after it. */
+const openPages = new Set();
+// Other programs that import this file close their pages themselves.
+if (process.argv[1].endsWith(".spec.mjs")) afterEach(async () => { for (const page of openPages) await page.end(); });
+
 /** A browser whose pages fail the test on console errors and requests to other hosts. */
 export class Browser {
   static async open() {
@@ -160,7 +165,8 @@ export class Browser {
   }
 
   /** Opens a page at `path`. `expectedErrors`: patterns of console errors that the test provokes, such as a response of status 422.
-   *  `page.tab(path)` opens a second page of the same session. `page.end()` closes both and fails the test if a page had an error. */
+   *  `page.tab(path)` opens a second page of the same session. `page.end()`, which is called after the test,
+   *  closes both and fails the test if a page had an error. */
   async page(server, path, { expectedErrors = [], ...options } = {}) {
     const context = await this.chromium.newContext({ viewport: { width: 1440, height: 1000 }, reducedMotion: "reduce", ...options });
     // With LOCKSTEP_STATIC, scripts and styles come from the source tree, so that a change needs no build.
@@ -177,7 +183,8 @@ export class Browser {
     page.faults = [];
     this.watch(page, server, expectedErrors);
     page.tab = async (path) => { const tab = await context.newPage(); tab.faults = page.faults; this.watch(tab, server, expectedErrors); await tab.goto(server.url + path); return tab; };
-    page.end = async () => { await context.close(); assert.deepEqual(page.faults, [], "the page had no errors"); };
+    openPages.add(page);
+    page.end = async () => { openPages.delete(page); await context.close(); assert.deepEqual(page.faults, [], "the page had no errors"); };
     await page.goto(server.url + path);
     return page;
   }

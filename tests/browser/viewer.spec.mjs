@@ -57,7 +57,6 @@ describe("a viewer", () => {
     await page.goto(`${server.url}/jobs/new`);
     await page.locator(".reads-only").waitFor();
     await assertHidden(".send button[type=submit]");
-    await page.end();
   });
 });
 
@@ -88,7 +87,6 @@ describe("a member", () => {
     await admin.goto(`${server.url}/datasets`);
     assert.equal(await admin.locator("[data-remove]").count(), 1);
     assert.ok(await admin.locator("#add-dataset").isVisible());
-    await admin.end();
   });
 });
 
@@ -106,6 +104,5 @@ describe("error pages", () => {
     assert.equal(await stranger.locator("header nav a").count(), 0, "the sign-in page has no links, as every other page leads back to it");
     assert.equal(await stranger.getByRole("button", { name: "Sign out" }).count(), 0);
     await stranger.context().close();
-    await page.end();
   });
 });

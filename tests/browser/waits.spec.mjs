@@ -27,7 +27,7 @@ after(async () => { await browser?.close(); await server?.close(); });
 describe("a job that starts again", () => {
   test("shows on its page its place in the queue, its reason, and how its last attempt ended", async () => {
     const page = await browser.page(server, `/jobs/${jobs.killed.id}`);
-    const banner = /Starting again, number 1 in the queue: waits for 2 slots: 0 of 2 on "made-up" free\. Before: rank 1 was killed by signal 9/;
+    const banner = /Starting again, number 1 in the queue: waits for 2 slots: 0 of 2 on "simulated" free\. Before: rank 1 was killed by signal 9/;
     await untilShows(page, "#banner", banner);
     await untilLive(page);
     await untilShows(page, "#banner", banner);
@@ -37,7 +37,6 @@ describe("a job that starts again", () => {
     await untilShows(page, "#banner", /number 2 in the queue/);
     await server.ask(`/jobs/${jobs.first.id}/cancel`, {});
     await untilShows(page, "#banner", /number 1 in the queue/);
-    await page.end();
   });
 
   test("is found by the filter Restarting", async () => {
@@ -49,7 +48,6 @@ describe("a job that starts again", () => {
     assert.equal(new URL(page.url()).searchParams.get("state"), "restarting,queued", "jobs in either state are listed");
     const counts = () => page.locator("#filters [data-state]").allTextContents();
     await until("each state shows its number of jobs, whatever states are selected", async () => { const all = await counts(); return all[0] === "all 3" && all.includes("running 1") && all.includes("restarting 1") && all.includes("cancelled 1") && all.includes("failed "); });
-    await page.end();
   });
 });
 
@@ -71,7 +69,6 @@ describe("a job that waits", () => {
     await page.getByRole("button", { name: "Cancel the job" }).click();
     await until("the open page shows the job as cancelled", async () => (await page.locator("#state").textContent()) === "cancelled");
     assert.ok(!await priority.isVisible());
-    await page.end();
   });
 });
 
@@ -97,7 +94,7 @@ describe("a reason", () => {
     for (const width of [390, 1440, 1920]) {
       const page = await browser.page(server, "/jobs?state=queued", { viewport: { width, height: 1000 } });
       const reason = page.locator(`tr[data-id="${jobs.waits.id}"] [data-f=reason]`);
-      await until("the row says what the job waits for", async () => /^place 2 in the queue · waits for 2 slots: 0 of 2 on "made-up" free$/.test(await reason.textContent()));
+      await until("the row says what the job waits for", async () => /^place 2 in the queue · waits for 2 slots: 0 of 2 on "simulated" free$/.test(await reason.textContent()));
       assert.equal(await reason.locator("*").count(), 0, "the reason is not shortened");
       const cut = () => reason.evaluate((node) => [node, ...node.children].filter((n) => n.scrollWidth > n.clientWidth + 1 && getComputedStyle(n).display !== "inline").map((n) => `${n.className}: ${n.scrollWidth} in ${n.clientWidth}`));
       assert.deepEqual(await cut(), [], `at ${width}`);

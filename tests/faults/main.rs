@@ -13,7 +13,7 @@
 //! ```
 //!
 //! With `LOCKSTEP_FAULTS_REPORT=FILE` every row appends its measurements to the file as a line of JSON.
-#![allow(dead_code, unreachable_pub)] // Modules are shared with `tests/it`.
+#![allow(dead_code, unreachable_pub, unused_imports)] // Modules are shared with `tests/it`.
 
 #[path = "../it/pictures.rs"]
 mod pictures;

@@ -5,27 +5,17 @@ label smoothing 0.1, crop and flip) by `lockstep train`, and appends a line of J
         --epochs 10 --seed 1
 """
 
-import argparse
 import json
 import pathlib
 import shutil
 
+from options import parse_options
 from training import train
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--program", required=True)
-parser.add_argument("--pictures", required=True)
-parser.add_argument("--work", required=True)
-parser.add_argument("--out", required=True)
-parser.add_argument("--epochs", type=int, required=True)
-parser.add_argument("--seed", type=int, default=1)
-parser.add_argument("--batch", type=int, default=512)
-parser.add_argument("--lr", type=float, default=0.4)
-parser.add_argument("--precision", default="auto")
-parser.add_argument("--device", default="cuda")
-parser.add_argument("--ranks", type=int, default=1)
-parser.add_argument("--sync-batch-norm", default="true")
-options = parser.parse_args()
+options = parse_options(
+    program=str, pictures=str, work=str, out=str, epochs=int, seed=1, batch=512, lr=0.4, precision="auto", device="cuda", ranks=1,
+    sync_batch_norm="true",
+)
 
 folder = pathlib.Path(options.work) / f"accuracy-{options.epochs}-{options.seed}-{options.ranks}-{options.batch}-{options.sync_batch_norm}"
 job = f"""

@@ -6,7 +6,6 @@ statistics go through the GPUs' memory and through NCCL.
     python3 agree.py --program lockstep --pictures data/fashion-mnist --work /tmp --ranks 2
 """
 
-import argparse
 import gzip
 import os
 import pathlib
@@ -16,15 +15,10 @@ import subprocess
 import sys
 
 from losses import FIRST_STEPS, MAX_DIFFERENCE, log, mean_losses
+from options import parse_options
+from training import job_command
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--program", required=True)
-parser.add_argument("--pictures", required=True)
-parser.add_argument("--work", required=True)
-parser.add_argument("--ranks", type=int, required=True)
-parser.add_argument("--device", default="cuda")
-parser.add_argument("--steps", type=int, default=10)
-options = parser.parse_args()
+options = parse_options(program=str, pictures=str, work=str, ranks=int, device="cuda", steps=10)
 # A tenth is held out, which leaves four steps of 192 pictures and one of 60, whose ranks may have different numbers of pictures.
 PICTURES = 920
 # How batch norm's statistics are exchanged: the environment that selects it, and the line of the log that confirms it.
@@ -52,9 +46,7 @@ def first_pictures():
 def losses(name, device, ranks, precision="fp32", deterministic=False, exchange=None):
     """Trains the job and returns the mean over all ranks of each step's loss."""
     folder = pathlib.Path(options.work) / f"agree-{name}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / "job.toml").write_text(f"""
+    command = job_command(options.program, folder, f"""
 name = "agree"
 [model]
 arch = "resnet50"
@@ -83,7 +75,6 @@ every_epochs = 0
 every_steps = 1
 """)
     environment, line = EXCHANGES[exchange] if exchange else ({}, "")
-    command = [options.program, "train", str(folder / "job.toml"), "--out", str(folder / "out")]
     result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     texts = [log(folder, rank) for rank in range(ranks)]
     if result.returncode != 0:

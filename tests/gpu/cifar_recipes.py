@@ -4,12 +4,12 @@ deviation of the accuracy. PyTorch's counterpart is `torch_cifar94.py` for `cifa
     python3 cifar_recipes.py --recipe cifar-94 --program lockstep --pictures cifar-10-batches-bin --work /tmp --seeds 50
 """
 
-import argparse
 import json
 import pathlib
 import shutil
 import statistics
 
+from options import parse_options
 from training import train
 
 # The network of each recipe, and the pictures per step.
@@ -27,15 +27,8 @@ def print_summary(side, recipe, rows):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--recipe", choices=list(RECIPES), required=True)
-    parser.add_argument("--program", required=True)
-    parser.add_argument("--pictures", required=True)
-    parser.add_argument("--work", required=True)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--precision", default="auto")
-    parser.add_argument("--seeds", type=int, default=10, help="number of runs")
-    options = parser.parse_args()
+    # `seeds`: the number of runs.
+    options = parse_options(recipe=str, program=str, pictures=str, work=str, device="cuda", precision="auto", seeds=10)
     network, batch = RECIPES[options.recipe]
     rows = []
     for seed in range(1, options.seeds + 1):

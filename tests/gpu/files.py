@@ -7,7 +7,6 @@ FOLDER contains train/<class>/*.jpg (bench/real_pictures.py creates such a folde
 of the log's lines), the median and the slowest of 40 successive steps, the numbers of pictures by decoder, and the GPU memory in use.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -17,7 +16,9 @@ import subprocess
 import threading
 import time
 
+from options import parse_options
 from server_under_test import gpu_memory
+from training import job_command
 
 JOB = """name = "files"
 [model]
@@ -42,17 +43,7 @@ every_epochs = 0
 every_steps = 10
 """
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--program", required=True)
-parser.add_argument("--pictures", required=True)
-parser.add_argument("--work", required=True)
-parser.add_argument("--decoders", nargs="+", default=["gpu", "cpu"])
-parser.add_argument("--prepare-arguments", nargs="*", default=[])
-parser.add_argument("--arch", default="resnet50")
-parser.add_argument("--batch", type=int, default=256)
-parser.add_argument("--ranks", type=int, default=1)
-parser.add_argument("--steps", type=int, default=300)
-options = parser.parse_args()
+options = parse_options(program=str, pictures=str, work=str, decoders=["gpu", "cpu"], arch="resnet50", batch=256, ranks=1, steps=300)
 
 
 class PeakMemory(threading.Thread):
@@ -79,7 +70,7 @@ def prepare_shards():
     if not shards.exists():
         began = time.time()
         result = subprocess.run(
-            [options.program, "dataset", "prepare", options.pictures, "--to", str(shards), *options.prepare_arguments],
+            [options.program, "dataset", "prepare", options.pictures, "--to", str(shards)],
             capture_output=True,
             text=True,
         )
@@ -93,12 +84,10 @@ failed = False
 for decoder in options.decoders:
     pictures = prepare_shards() if decoder == "prepared" else options.pictures
     folder = pathlib.Path(options.work) / f"files-{decoder}-{time.time():.0f}"
-    folder.mkdir(parents=True)
-    job = folder / "job.toml"
-    job.write_text(JOB.format(arch=options.arch, pictures=pictures, steps=options.steps, batch=options.batch, ranks=options.ranks))
+    job = JOB.format(arch=options.arch, pictures=pictures, steps=options.steps, batch=options.batch, ranks=options.ranks)
     began, memory = time.time(), PeakMemory()
     run = subprocess.Popen(
-        [options.program, "train", str(job), "--out", str(folder / "out")],
+        job_command(options.program, folder, job),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

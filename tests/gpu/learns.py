@@ -5,7 +5,6 @@
         --lr 0.1 --epochs 5 --seeds 1 2 3
 """
 
-import argparse
 import json
 import pathlib
 import re
@@ -15,24 +14,14 @@ import sys
 import time
 
 from losses import by_step, log
+from options import parse_options
+from training import job_command
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--program", required=True)
-parser.add_argument("--pictures", required=True)
-parser.add_argument("--work", required=True)
-parser.add_argument("--size", type=int, default=224)
-parser.add_argument("--precision", default="auto")
-parser.add_argument("--lr", type=float, default=0.1)
-parser.add_argument("--epochs", type=int, default=5)
-parser.add_argument("--batch", type=int, default=256)
-parser.add_argument("--seeds", type=int, nargs="+", required=True)
-options = parser.parse_args()
+options = parse_options(program=str, pictures=str, work=str, size=224, precision="auto", lr=0.1, epochs=5, batch=256, seeds=[int])
 
 for seed in options.seeds:
     folder = pathlib.Path(options.work) / f"learns-{options.size}-{options.precision}-{options.lr}-{seed}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / "job.toml").write_text(f"""
+    command = job_command(options.program, folder, f"""
 name = "learns"
 [model]
 arch = "resnet50"
@@ -61,9 +50,7 @@ keep = 2
 every_steps = 1
 """)
     began = time.monotonic()
-    result = subprocess.run(
-        [options.program, "train", str(folder / "job.toml"), "--out", str(folder / "out")], capture_output=True, text=True
-    )
+    result = subprocess.run(command, capture_output=True, text=True)
     secs = time.monotonic() - began
     text = log(folder, 0)
     losses = list(by_step(text).values())

@@ -4,7 +4,6 @@ Prints a line of JSON per seed. `torch_recipe.py` does the same with PyTorch, fo
     python3 recipe.py --program lockstep --archive data/cifar10-jpeg.tar.xz --work /tmp --seeds 1 2 3
 """
 
-import argparse
 import io
 import json
 import math
@@ -15,6 +14,7 @@ import tarfile
 
 from PIL import Image
 
+from options import parse_options
 from training import train
 
 SIDE = 64
@@ -53,15 +53,7 @@ def extract_pictures(archive, folder):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--program", required=True)
-    parser.add_argument("--archive", required=True)
-    parser.add_argument("--work", required=True)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--precision", default="auto")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--seeds", type=int, nargs="+", required=True)
-    options = parser.parse_args()
+    options = parse_options(program=str, archive=str, work=str, device="cuda", precision="auto", epochs=10, seeds=[int])
     pictures = pathlib.Path(options.work).resolve() / f"cifar10-jpeg-{SIDE}"
     extract_pictures(options.archive, pictures)
     for seed in options.seeds:

@@ -26,6 +26,7 @@ import threading
 import time
 
 from losses import FIRST_STEPS, MAX_DIFFERENCE, log, mean_losses
+from training import job_command
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--program", required=True)
@@ -86,8 +87,8 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def write_job(folder, precision, ranks):
-    (folder / "job.toml").write_text(f"""
+def job(precision, ranks):
+    return f"""
 name = "sockets"
 [model]
 arch = "resnet18"
@@ -115,8 +116,7 @@ every_epochs = 1000
 keep = 2
 [log]
 every_steps = 1
-""")
-    return [options.program, "train", str(folder / "job.toml"), "--out", str(folder / "out")]
+"""
 
 
 def environments(name):
@@ -147,9 +147,7 @@ def environments(name):
 def train(name, precision, ranks):
     """Runs the job and returns (mean loss of each step, images per second, counts of the transports in NCCL's log)."""
     folder = pathlib.Path(options.work) / f"sockets-{name}-{precision}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    command = write_job(folder, precision, ranks)
+    command = job_command(options.program, folder, job(precision, ranks))
     readers = []
     for environment in environments(name):
         environment["NCCL_DEBUG_FILE"] = str(folder / "nccl.%p")

@@ -5,7 +5,6 @@ standard deviation. Whole training runs are timed by CUDA events, after a warm-u
     python3 torch_cifar94.py --pictures cifar10 --seeds 50
 """
 
-import argparse
 import json
 import pathlib
 
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from cifar_recipes import print_summary
+from options import parse_options
 
 BATCH, EPOCHS, SMOOTHING = 2000, 8, 0.2
 FILTER_LR, BIAS_LR, HEAD_LR = 0.24, 0.053, 0.67
@@ -156,10 +156,8 @@ def run(net, pictures, labels, test, seed):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pictures", required=True)
-    parser.add_argument("--seeds", type=int, default=10, help="number of runs")
-    options = parser.parse_args()
+    # `seeds`: the number of runs.
+    options = parse_options(pictures=str, seeds=10)
     torch.backends.cudnn.benchmark = True
     loaded = [torch.load(pathlib.Path(options.pictures) / f"{split}.pt") for split in ("train", "test")]
     train = loaded[0]["images"].float() / 255

@@ -4,7 +4,6 @@ weight decay 5e-4, batch 256, crop and flip. Prints a line of JSON per seed.
     python3 torch_learns.py --pictures cifar10 --size 224 --precision bf16 --lr 0.1 --epochs 5 --seeds 1 2 3
 """
 
-import argparse
 import json
 import math
 import time
@@ -13,15 +12,9 @@ import torch
 import torchvision
 from torch.nn import functional
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--pictures", required=True)
-parser.add_argument("--size", type=int, default=224)
-parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
-parser.add_argument("--lr", type=float, default=0.1)
-parser.add_argument("--epochs", type=int, default=5)
-parser.add_argument("--batch", type=int, default=256)
-parser.add_argument("--seeds", type=int, nargs="+", required=True)
-options = parser.parse_args()
+from options import parse_options
+
+options = parse_options(pictures=str, size=224, precision="bf16", lr=0.1, epochs=5, batch=256, seeds=[int])
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 device = torch.device("cuda")
 

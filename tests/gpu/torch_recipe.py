@@ -4,7 +4,6 @@ with torchvision's transforms and mixed precision, without weight decay for batc
     python3 torch_recipe.py --pictures cifar10-jpeg-64 --seeds 1 2 3
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -18,6 +17,7 @@ from PIL import Image
 from torch.nn import functional
 from torchvision import transforms
 
+from options import parse_options
 from recipe import SIDE, milestones
 
 
@@ -44,12 +44,7 @@ class Split(torch.utils.data.Dataset):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pictures", required=True)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--seeds", type=int, nargs="+", required=True)
-    options = parser.parse_args()
+    options = parse_options(pictures=str, device="cuda", epochs=10, seeds=[int])
     folder, device = pathlib.Path(options.pictures), torch.device(options.device)
     normalise = [transforms.ToTensor(), transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
     training = Split(

@@ -1,6 +1,5 @@
 """Trains a job by `lockstep train`, and measures the training time by watching rank 0's log."""
 
-import pathlib
 import re
 import shutil
 import subprocess
@@ -10,20 +9,23 @@ import time
 from losses import log
 
 
+def job_command(program, folder, job):
+    """Writes a job file with the text `job` to a new folder, and returns the command that trains it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "job.toml").write_text(job)
+    return [program, "train", str(folder / "job.toml"), "--out", str(folder / "out")]
+
+
 def train(program, folder, job, *arguments):
-    """Trains a job file with the text `job` in a new folder. Returns (validation accuracy in percent, seconds). Ends the program if the training
-    fails.
+    """Trains a job. Returns (validation accuracy in percent, seconds). Ends the program if the training fails.
 
     The seconds are a dict: `whole_secs`; `start_secs`, up to the first loss in the log; and `train_secs`, from the first to the last loss.
     Losses are logged at most ten times a second, and for the last step of each epoch.
     """
-    folder = pathlib.Path(folder)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / "job.toml").write_text(job)
+    command = [*job_command(program, folder, job), *arguments]
     began, first, last, losses_seen = time.monotonic(), None, None, 0
     with open(folder / "printed", "w+") as printed:
-        command = [program, "train", str(folder / "job.toml"), "--out", str(folder / "out"), *arguments]
         process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, text=True)
         while process.poll() is None:
             time.sleep(0.02)

@@ -4,29 +4,21 @@ loss of each rank, and the validation accuracy, as a line of JSON.
     python3 tutorial.py --program lockstep --job cifar10-resnet50.toml --pictures cifar-10-batches-bin --work /tmp --ranks 8
 """
 
-import argparse
 import json
 import pathlib
 import re
 import statistics
 
 from losses import log
+from options import parse_options
 from training import train
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--program", required=True)
-parser.add_argument("--job", required=True)
-parser.add_argument("--pictures", required=True)
-parser.add_argument("--work", required=True)
-parser.add_argument("--ranks", type=int, required=True)
-parser.add_argument("--epochs", type=int, default=10)
-parser.add_argument("--set", action="append", default=[], help="another key of the job, as in train.lr=0.02")
-options = parser.parse_args()
+options = parse_options(program=str, job=str, pictures=str, work=str, ranks=int, epochs=10)
 
 folder = pathlib.Path(options.work) / f"tutorial-{options.ranks}"
 # The accuracy is measured once, at the end.
 keys = [f"data.dataset={pathlib.Path(options.pictures).resolve()}", f"train.epochs={options.epochs}", "evaluate.every_epochs=0",
-        "checkpoint.every_epochs=1000", *options.set]
+        "checkpoint.every_epochs=1000"]
 arguments = ["--ranks", str(options.ranks), *(part for key in keys for part in ("--set", key))]
 accuracy, secs = train(options.program, folder, pathlib.Path(options.job).read_text(), *arguments)
 

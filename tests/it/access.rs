@@ -2,16 +2,16 @@
 
 use crate::{
     pictures,
-    server::{Agents, Finished, Folder, Server, TIMEOUT, client, free_port, lockstep, training_permit},
+    server::{
+        Agents, Finished, Server, client, client_without_redirects, lockstep, training_permit, wait_until,
+    },
     specs,
+    tls::serve::{Serve, listens},
 };
 use reqwest::StatusCode;
-use serde_json::Value;
 use std::{
     fs,
     os::unix::fs::{MetadataExt, symlink},
-    process::Stdio,
-    time::Instant,
 };
 
 #[tokio::test]
@@ -84,8 +84,7 @@ async fn tokens_are_created_listed_and_revoked_by_command() {
 
     let link = server.cli(&["login-link"]).ok().trim().to_owned();
     assert!(link.starts_with(&format!("{}/login?code=", server.url)), "{link}");
-    let browser = reqwest::Client::builder().redirect(reqwest::redirect::Policy::none());
-    let response = browser.build().expect("a client").get(&link).send().await.expect("a response");
+    let response = client_without_redirects().get(&link).send().await.expect("a response");
     assert!(response.status() == StatusCode::SEE_OTHER && response.headers().contains_key("set-cookie"));
     server.cli(&["token", "revoke", "this machine", "--yes"]).ok();
     server.cli(&["token", "list"]).assert_usage_error(&["was revoked; restart the server"]);
@@ -142,29 +141,14 @@ async fn arguments_and_environments_of_ranks_contain_no_token() {
 
 #[tokio::test]
 async fn without_authentication_commands_and_agents_need_no_token() {
-    let folder = Folder::new();
-    let url = format!("http://127.0.0.1:{}", free_port());
-    let mut command = lockstep();
-    command.args(["serve", "--no-auth", "--cpu-slots", "1", "--listen", url.trim_start_matches("http://")]);
-    command.arg("--data-dir").arg(folder.path().join("data")).current_dir(folder.path());
-    let mut serve = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
-    let http = reqwest::Client::new();
-    let since = Instant::now();
-    loop {
-        let response = http.get(format!("{url}/api/v1/agents")).send().await;
-        let agents: Value = match response {
-            Ok(response) => response.json().await.expect("JSON"),
-            Err(_) => Value::Null,
-        };
-        if agents["agents"][0]["online"] == true {
-            break;
-        }
-        assert!(since.elapsed() < TIMEOUT, "the local agent does not join: {agents}");
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-    }
-    Finished::of(lockstep().arg("list").current_dir(folder.path()).env("LOCKSTEP_SERVER", &url)).ok();
-    assert!(!folder.path().join("data/token").exists());
-    assert_eq!(http.get(format!("{url}/jobs")).send().await.expect("a page").status(), 200);
-    crate::server::signal(serve.id() as i32, rustix::process::Signal::TERM);
-    assert!(crate::server::exit_status(&mut serve).await.success());
+    let serve = Serve::start(&["--no-auth", "--cpu-slots", "1"], listens).await;
+    let url = format!("http://127.0.0.1:{}", serve.port);
+    let list_machines = || {
+        let mut command = lockstep();
+        command.args(["machine", "list"]).current_dir(serve.folder.path()).env("LOCKSTEP_SERVER", &url);
+        Finished::of(&mut command).ok().to_owned()
+    };
+    wait_until("the local agent joins", || list_machines().contains("online"), list_machines).await;
+    assert!(!serve.folder.path().join("data/token").exists());
+    assert_eq!(reqwest::get(format!("{url}/jobs")).await.expect("a page").status(), 200);
 }

@@ -5,7 +5,6 @@ use crate::{
     server::{Server, training_permit},
     specs,
 };
-use reqwest::StatusCode;
 use serde_json::{Value, json};
 use std::{fs, path::Path};
 
@@ -22,13 +21,6 @@ async fn folders_without_a_dataset_are_not_registered() {
     let folder = server.folder().path();
     let assert_refused = async |path: &Path, words: &[&str]| {
         let response = server.post("/datasets", &json!({"name": "broken", "path": path})).await;
-        assert_eq!(
-            response.status,
-            StatusCode::UNPROCESSABLE_ENTITY,
-            "{}: {}",
-            path.display(),
-            response.text
-        );
         response.problem(422);
         for word in words {
             assert!(response.text.contains(word), "{} lacks {word:?}: {}", path.display(), response.text);
@@ -54,12 +46,7 @@ async fn folders_without_a_dataset_are_not_registered() {
     assert_refused(&idx, &["train-images-idx3-ubyte"]).await;
     fs::write(&file, &intact).expect("the file");
 
-    let missing = server.post("/datasets", &json!({"name": "broken", "path": folder.join("nowhere")})).await;
-    missing.problem(422);
-    assert!(missing.text.contains("nowhere"), "{}", missing.text);
-    server.post("/datasets", &json!({"name": "broken", "path": "relative/path"})).await.problem(422);
-    server.post("/datasets", &json!({"name": "a/b", "path": &idx})).await.problem(422);
-    server.post("/datasets", &json!({"name": "broken", "pth": &idx})).await.problem(400);
+    assert_refused(&folder.join("nowhere"), &["nowhere"]).await;
     assert_eq!(server.get("/datasets").await["datasets"], json!([]), "nothing is registered");
 
     // The repaired folder is registered.

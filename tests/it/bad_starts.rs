@@ -6,11 +6,7 @@ use crate::{
     specs,
 };
 use sqlx::{Connection, SqliteConnection};
-use std::{
-    fs::{self, File},
-    net::TcpListener,
-    path::Path,
-};
+use std::{fs, net::TcpListener, path::Path};
 
 fn serve(listen: &str, data_dir: &Path) -> Finished {
     Finished::of(lockstep().args(["serve", "--listen", listen, "--data-dir"]).arg(data_dir))
@@ -100,10 +96,9 @@ async fn a_job_file_is_checked_without_submission_with_and_without_a_server() {
     server.register("fashion", &pictures).await;
     let again = server.cli(&["dataset", "add", "fashion", pictures.to_str().expect("UTF-8")]);
     again.assert_usage_error(&["\"fashion\" is already registered at this path"]);
-    let file = |text: &str| server.folder().write("job.toml", text).to_str().expect("UTF-8").to_owned();
     let good =
         "[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\n[train]\nepochs = 3\nbatch_size = 8\n";
-    let path = file(good);
+    let path = server.folder().write("job.toml", good).display().to_string();
     let moved = server.folder().path().join("moved");
     fs::rename(&pictures, &moved).expect("moves");
     let output = server.cli(&["validate", &path]);
@@ -127,14 +122,6 @@ async fn a_job_file_is_checked_without_submission_with_and_without_a_server() {
         output.stdout
     );
     assert_eq!(server.cli(&["validate", &path, "--json"]).json()["total_steps"], 24);
-    // Errors of the document and errors that only the server can find are reported together.
-    let sets = ["--set", "train.lrr=1", "--set", "data.dataset=fashoin", "--set", "train.epochs=0"];
-    server.cli(&[&["validate", &path][..], &sets].concat()).assert_usage_error(&[
-        "3 mistakes",
-        "train.lrr",
-        "did you mean \"fashion\"?",
-        "train.epochs",
-    ]);
     assert_eq!(server.cli(&["list", "--json"]).json(), serde_json::json!([]), "nothing is stored");
 
     // A named server must respond. Without a server, only the file is checked, and a note says so.
@@ -152,7 +139,7 @@ async fn a_job_file_is_checked_without_submission_with_and_without_a_server() {
         let mut command = lockstep();
         command.arg("validate").arg(&path).env_remove("LOCKSTEP_SERVER");
         command.args(["--set", &format!("data.dataset={dataset}")]);
-        Finished::of(command.args(sets.iter().flat_map(|set| ["--set", *set])))
+        Finished::of(command.args(crate::train::sets(sets)))
     };
     let output = validate_offline(&[]);
     output.assert_prints(&["has no mistake"]);
@@ -184,13 +171,6 @@ async fn commands_report_all_errors_and_store_nothing() {
     let good = file("[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\n[train]\nsteps = 3\n");
     server.cli(&["submit", &good, "--set", "train.lr"]).assert_usage_error(&["train.lr"]);
     server.cli(&["submit", &good, "--set", "train.sedd=3"]).assert_usage_error(&["train.sedd", "seed"]);
-    // Errors that only the server can find.
-    server
-        .cli(&["submit", &good, "--set", "parallel.ranks=100"])
-        .assert_usage_error(&["parallel.ranks", "100"]);
-    server
-        .cli(&["submit", &good, "--set", "data.dataset=fashoin"])
-        .assert_usage_error(&["data.dataset", "fashion"]);
     server.cli(&["submit", &good, "--set", "data.dataset=/no/where"]).assert_usage_error(&[
         "data.dataset: /no/where does not exist; the server has no dataset at this path either",
     ]);
@@ -249,15 +229,10 @@ async fn commands_report_all_errors_and_store_nothing() {
 async fn an_agent_with_a_full_folder_takes_no_jobs_and_keeps_its_ranks() {
     let _permit = training_permit().await;
     let server = Server::start_with(Agents::None).await;
-    let token = server.cli(&["token", "create", "--scope", "agent", "--agent", "full"]);
-    let token = server.folder().write("full.token", token.ok());
-    let (folder, log) = (server.folder().path().join("full"), server.folder().path().join("full.log"));
+    let folder = server.folder().path().join("full");
     let start = || {
-        let log = File::options().create(true).append(true).open(&log).expect("a log");
-        let mut command = lockstep();
-        command.args(["agent", "--server", &server.url, "--name", "full", "--cpu-slots", "2"]);
-        command.arg("--token-file").arg(&token).arg("--data-dir").arg(&folder);
-        command.stdout(log.try_clone().expect("a log")).stderr(log).spawn().expect("lockstep agent starts")
+        let mut command = server.agent_command(lockstep(), &server.url, "full", 2);
+        command.spawn().expect("lockstep agent starts")
     };
     let mut first = start();
     server.until("the agent is online", async |s: &Server| s.slots().await == 2).await;
@@ -299,7 +274,7 @@ async fn an_agent_with_a_full_folder_takes_no_jobs_and_keeps_its_ranks() {
     first.kill().expect("SIGKILL");
     first.wait().expect("its status");
     let mut second = start();
-    let agent_log = || fs::read_to_string(&log).expect("the agent's log");
+    let agent_log = || fs::read_to_string(server.folder().path().join("full.log")).expect("the agent's log");
     server
         .until("the second agent also accepts no jobs", async |_: &Server| {
             agent_log().matches("accepts no jobs").count() == 2

@@ -3,7 +3,10 @@
 
 use crate::{
     cluster::command_lines,
-    server::{Folder, LOCKSTEP, TIMEOUT, free_port, lockstep, processes_of, signal, training_permit},
+    server::{
+        Folder, LOCKSTEP, client_without_redirects, free_port, lockstep, processes_of, signal,
+        training_permit, wait_until,
+    },
 };
 use rustix::process::Signal;
 use std::{
@@ -11,7 +14,6 @@ use std::{
     os::unix::fs::PermissionsExt,
     path::PathBuf,
     process::{Child, Command, Stdio},
-    time::{Duration, Instant},
 };
 
 const ON_TERMINAL: bool = true;
@@ -80,18 +82,14 @@ impl Started {
         self.folder.path().join("data/sign-in.html")
     }
 
-    fn until(&self, what: &str, holds: impl Fn() -> bool) {
-        let start = Instant::now();
-        while !holds() {
-            assert!(start.elapsed() < TIMEOUT, "{what}: {}", self.output());
-            std::thread::sleep(Duration::from_millis(20));
-        }
+    async fn until(&self, what: &str, holds: impl Fn() -> bool) {
+        wait_until(what, holds, || self.output()).await;
     }
 
     /// Waits until a browser is opened and returns the URL to which the opened file redirects.
-    fn opened_url(&self) -> String {
+    async fn opened_url(&self) -> String {
         let file = |name: &str| self.folder.path().join(name);
-        self.until("a browser is opened", || file("opened").exists());
+        self.until("a browser is opened", || file("opened").exists()).await;
         let given = fs::read_to_string(file("opened")).expect("its arguments");
         assert_eq!(
             given.trim(),
@@ -110,20 +108,22 @@ impl Started {
         let command_line = format!("/proc/{}/cmdline", pid.trim());
         self.until("the browser runs", || {
             fs::read(&command_line).is_ok_and(|line| line.starts_with(b"sleep\x00300\x00"))
-        });
+        })
+        .await;
         let lines = command_lines();
         assert!(lines.iter().all(|line| !line.contains(code)), "a code on a command line: {lines:#?}");
         link
     }
 
     /// Sends SIGINT to the server and waits for its end.
-    fn end(&mut self) {
+    async fn end(&mut self) {
         let is_server = |command: &str| command == "serve" || command == "demo";
         let server = processes_of(self.folder.path()).into_iter().find(|p| is_server(p.command()));
         signal(server.expect("the server").pid, Signal::INT);
         self.until("the server has ended", || {
             !processes_of(self.folder.path()).iter().any(|p| is_server(p.command()))
-        });
+        })
+        .await;
         self.process.wait().expect("its status");
     }
 
@@ -141,19 +141,20 @@ impl Started {
 #[tokio::test]
 async fn the_opened_file_signs_a_browser_in_once() {
     let mut serve = Started::serve(ON_TERMINAL, Some("DISPLAY"), &[]);
-    let link = serve.opened_url();
+    let link = serve.opened_url().await;
     // The output arrives through the terminal, perhaps later.
-    serve.until("a link is printed", || {
-        serve.output().split_once("sign in: ").is_some_and(|(_, rest)| rest.contains('\n'))
-    });
+    serve
+        .until("a link is printed", || {
+            serve.output().split_once("sign in: ").is_some_and(|(_, rest)| rest.contains('\n'))
+        })
+        .await;
     assert!(!serve.output().contains(&link), "the printed link differs");
     assert!(serve.page().exists(), "the file exists until it is used");
-    let client =
-        reqwest::Client::builder().redirect(reqwest::redirect::Policy::none()).build().expect("a client");
+    let client = client_without_redirects();
     let signed_in = client.get(&link).send().await.expect("a response");
     assert_eq!(signed_in.status(), 303, "{link}");
     assert!(signed_in.headers().contains_key("set-cookie"));
-    serve.until("the file is deleted", || !serve.page().exists());
+    serve.until("the file is deleted", || !serve.page().exists()).await;
     assert_eq!(client.get(&link).send().await.expect("a response").status(), 401, "the link was used");
     let output = serve.output();
     let printed = output.lines().find_map(|line| line.trim().strip_prefix("sign in: ")).expect("a link");
@@ -162,16 +163,16 @@ async fn the_opened_file_signs_a_browser_in_once() {
         303,
         "the printed link is still valid"
     );
-    serve.end();
+    serve.end().await;
     serve.close_browser();
 }
 
 #[tokio::test]
 async fn unused_sign_in_files_are_removed_at_the_end_or_the_next_start() {
     let mut serve = Started::serve(ON_TERMINAL, Some("WAYLAND_DISPLAY"), &[]);
-    serve.opened_url();
+    serve.opened_url().await;
     assert!(serve.page().exists());
-    serve.end();
+    serve.end().await;
     assert!(!serve.page().exists(), "the file of an unused link is deleted");
     serve.close_browser();
     // A file is left, as after SIGKILL.
@@ -181,7 +182,7 @@ async fn unused_sign_in_files_are_removed_at_the_end_or_the_next_start() {
     second.args(["serve", "--no-local-agent", "--listen", &listen, "--data-dir"]);
     second.arg(serve.folder.path().join("data")).stdout(Stdio::null()).stderr(Stdio::null());
     let mut second = second.spawn().expect("lockstep serve");
-    serve.until("the file is deleted", || !serve.page().exists());
+    serve.until("the file is deleted", || !serve.page().exists()).await;
     signal(second.id() as i32, Signal::TERM);
     second.wait().expect("its status");
 }
@@ -195,8 +196,8 @@ async fn no_browser_is_opened_without_a_terminal_without_a_screen_or_with_no_ope
     ];
     for (on_terminal, screen, more) in cases {
         let mut serve = Started::serve(on_terminal, screen, more);
-        serve.until("the server is ready", || serve.output().contains("sign in: "));
-        serve.end();
+        serve.until("the server is ready", || serve.output().contains("sign in: ")).await;
+        serve.end().await;
         let is_opened = ["opened", "part", "pid"].iter().any(|name| serve.folder.path().join(name).exists());
         assert!(
             !is_opened && !serve.page().exists(),
@@ -215,10 +216,10 @@ async fn a_server_runs_if_no_browser_can_be_opened() {
         let listen = format!("127.0.0.1:{}", free_port());
         let args = ["serve", "--no-local-agent", "--listen", &listen];
         let mut serve = Started::start(folder, ON_TERMINAL, Some("DISPLAY"), &args);
-        serve.until("the error is reported", || serve.output().contains("xdg-open"));
+        serve.until("the error is reported", || serve.output().contains("xdg-open")).await;
         let ready = reqwest::get(format!("http://{listen}/readyz")).await.expect("a response");
         assert_eq!(ready.status(), 200, "{}", serve.output());
-        serve.end();
+        serve.end().await;
     }
 }
 
@@ -226,13 +227,11 @@ async fn a_server_runs_if_no_browser_can_be_opened() {
 async fn the_demo_opens_a_browser() {
     let _permit = training_permit().await;
     let mut demo = Started::new(ON_TERMINAL, Some("DISPLAY"), &["demo", "--ranks", "1"]);
-    let link = demo.opened_url();
-    let client =
-        reqwest::Client::builder().redirect(reqwest::redirect::Policy::none()).build().expect("a client");
-    let response = client.get(&link).send().await.expect("a response");
+    let link = demo.opened_url().await;
+    let response = client_without_redirects().get(&link).send().await.expect("a response");
     let page = response.headers().get("location").and_then(|page| page.to_str().ok()).unwrap_or_default();
     assert!(response.status() == 303 && page.starts_with("/jobs/j"), "the link opens the job: {page}");
-    demo.until("the file is deleted", || !demo.page().exists());
-    demo.end();
+    demo.until("the file is deleted", || !demo.page().exists()).await;
+    demo.end().await;
     demo.close_browser();
 }

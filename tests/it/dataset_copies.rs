@@ -1,9 +1,8 @@
 //! Machines without the server's disk and without the dataset copy the dataset from the server once, and keep copies up to a size limit.
 
 use crate::{
-    pictures,
     separate_disks::{Machine, log, server, spec, until_online, uploaded_weights},
-    server::{Agents, Server, signal, training_permit},
+    server::{Server, signal},
     specs,
 };
 use rustix::process::Signal;
@@ -18,7 +17,6 @@ use std::{
 
 /// Log text of a copy.
 const COPIES: &str = "copies the dataset fashion";
-/// Size of a file whose copy takes long enough to be interrupted.
 const FILLER_BYTES: u64 = 256 << 20;
 
 const STEPS: u64 = 20;
@@ -26,6 +24,12 @@ const STEPS: u64 = 20;
 /// The path of the dataset of [`server`].
 fn dataset(server: &Server) -> PathBuf {
     server.folder().path().join("fashion-640-64")
+}
+
+/// Adds a file whose copy takes long enough to be interrupted.
+fn add_filler(dataset: &Path) {
+    let filler = fs::File::create(dataset.join("filler")).expect("a file");
+    filler.set_len(FILLER_BYTES).expect("a sparse file");
 }
 
 fn size(folder: &Path) -> u64 {
@@ -98,12 +102,9 @@ async fn a_machine_without_the_files_copies_them_once_and_trains_to_the_same_wei
 
 #[tokio::test]
 async fn a_copy_continues_after_its_agent_and_its_server_were_killed() {
-    let _permit = training_permit().await;
-    let mut server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
-    let data = pictures::idx_dataset(server.folder().path(), 640, 64);
-    let filler = fs::File::create(data.join("filler")).expect("a file");
-    filler.set_len(FILLER_BYTES).expect("a sparse file");
-    server.register("fashion", &data).await;
+    let mut server = server().await;
+    let data = dataset(&server);
+    add_filler(&data);
     let mut a = Machine::start_without(&server, "machine-a", 2, &[&data], &[]);
     until_online(&server, 3).await;
     // No restart is allowed: the end of an agent that has not started a rank does not count as one.
@@ -208,14 +209,11 @@ mod full {
 
     #[tokio::test]
     async fn a_dataset_that_changes_during_a_copy_is_copied_again_and_logged() {
-        let _permit = training_permit().await;
-        let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
-        let data = pictures::idx_dataset(server.folder().path(), 640, 64);
-        let filler = fs::File::create(data.join("filler")).expect("a file");
-        filler.set_len(FILLER_BYTES).expect("a sparse file");
+        let server = server().await;
+        let data = dataset(&server);
+        add_filler(&data);
         // The first file that is copied. It changes afterwards, which only a check of the whole list detects.
         fs::write(data.join("a-note"), "before").expect("a note");
-        server.register("fashion", &data).await;
         let a = Machine::start_without(&server, "machine-a", 2, &[&data], &[]);
         until_online(&server, 3).await;
         let id = server.submit(&spec("changing", STEPS)).await;

@@ -3,13 +3,12 @@
 use crate::{
     pages,
     pictures::{Pictures, SIDE},
-    server::{Finished, Folder, TIMEOUT, lockstep, signal, training_permit},
+    server::{Finished, Folder, TIMEOUT, Terminated, lockstep, training_permit},
 };
-use rustix::process::Signal;
 use std::{
     fs,
     path::Path,
-    process::{Child, Stdio},
+    process::Stdio,
     time::{Duration, Instant},
 };
 
@@ -29,16 +28,6 @@ fn photos(home: &Path, per_class: usize) -> image::GrayImage {
         }
     }
     picture(of_class(9)[per_class])
-}
-
-/// A server that ends with the test.
-struct Serve(Child);
-
-impl Drop for Serve {
-    fn drop(&mut self) {
-        signal(self.0.id() as i32, Signal::TERM);
-        let _ = self.0.wait();
-    }
 }
 
 #[tokio::test]
@@ -63,7 +52,7 @@ async fn the_readme_s_eight_commands_classify_a_picture_on_an_empty_machine() {
         .args(["serve", "--no-open", "--listen", "127.0.0.1:0", "--cpu-slots", "1"])
         .current_dir(folder.path());
     let log = fs::File::create(folder.path().join("serve.log")).expect("a log");
-    let serve = Serve(serve.stdout(Stdio::null()).stderr(log).spawn().expect("lockstep serve"));
+    let serve = Terminated(serve.stdout(Stdio::null()).stderr(log).spawn().expect("lockstep serve"));
     // The commands find the server only by the folder.
     let run_line = |line: &str| {
         let mut shell = pages::shell(line);

@@ -2,16 +2,14 @@
 
 use crate::{
     pictures,
-    server::{Agents, Process, Server, exit_status, lockstep, number, signal, training_permit},
+    server::{
+        Agents, Finished, Folder, Process, Server, exit_status, lockstep, number, signal, training_permit,
+    },
     specs,
 };
-use reqwest::StatusCode;
 use rustix::process::Signal;
 use serde_json::{Value, json};
-use std::{
-    fs::{self, File},
-    process::Child,
-};
+use std::process::Child;
 
 const STEPS: u64 = 30;
 
@@ -45,19 +43,8 @@ impl Machines {
 
     /// Starts an agent. A second agent with the same name uses the first one's folder.
     fn join(&mut self, name: &str, slots: u32, variables: &[(&str, &str)]) {
-        let folder = self.server.folder().path();
-        let token = folder.join(format!("{name}.token"));
-        if !token.exists() {
-            let created = self.server.cli(&["token", "create", "--scope", "agent", "--agent", name]);
-            fs::write(&token, created.ok()).expect("a token");
-        }
-        let log = File::options().create(true).append(true).open(folder.join(format!("{name}.log")));
-        let log = log.expect("a log");
-        let mut command = lockstep();
-        command.args(["agent", "--server", &self.server.url, "--name", name, "--token-file"]).arg(token);
-        command.args(["--cpu-slots", &slots.to_string(), "--data-dir"]).arg(folder.join(name));
-        command.envs(variables.iter().copied()).current_dir(folder);
-        command.stdout(log.try_clone().expect("a log")).stderr(log);
+        let mut command = self.server.agent_command(lockstep(), &self.server.url, name, slots);
+        command.envs(variables.iter().copied());
         self.agents.push((name.to_owned(), command.spawn().expect("an agent")));
     }
 
@@ -66,10 +53,15 @@ impl Machines {
         agent.expect("an agent of this name").1.id() as i32
     }
 
+    /// Removes an agent from the list.
+    fn take(&mut self, name: &str) -> Child {
+        let index = self.agents.iter().position(|agent| agent.0 == name).expect("an agent of this name");
+        self.agents.remove(index).1
+    }
+
     /// Kills an agent, and its ranks of a job, as a power failure does.
     fn kill(&mut self, name: &str, with_ranks_of: Option<&str>) {
-        let index = self.agents.iter().position(|agent| agent.0 == name).expect("an agent of this name");
-        let (_, mut agent) = self.agents.remove(index);
+        let mut agent = self.take(name);
         let pid = agent.id() as i32;
         let ranks = with_ranks_of.map(|job| self.server.ranks(job)).unwrap_or_default();
         for (_, rank) in ranks.iter().filter(|(_, rank)| Process::parent_of(rank.pid) == Some(pid)) {
@@ -80,15 +72,13 @@ impl Machines {
     }
 
     async fn end(&mut self, name: &str) {
-        let index = self.agents.iter().position(|agent| agent.0 == name).expect("an agent of this name");
-        let (_, mut agent) = self.agents.remove(index);
+        let mut agent = self.take(name);
         signal(agent.id() as i32, Signal::TERM);
         assert_eq!(exit_status(&mut agent).await.code(), Some(0));
     }
 
     async fn stop(mut self) {
-        while let Some((name, _)) = self.agents.first() {
-            let name = name.clone();
+        for name in self.agents.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>() {
             self.end(&name).await;
         }
         self.server.stop().await;
@@ -270,13 +260,8 @@ async fn large_jobs_wait_for_all_slots_in_order_and_are_not_overtaken() {
     let _permit = training_permit().await;
     let machines = Machines::start(&[("a", 2), ("b", 2)]).await;
     let server = &machines.server;
-    let response = server.post("/jobs", &job(5, 10)).await;
-    assert_eq!(response.status, StatusCode::UNPROCESSABLE_ENTITY, "{}", response.text);
-    assert!(
-        response.text.contains("the 2 machines online that can share a job have 4 slots in all"),
-        "{}",
-        response.text
-    );
+    let too_large = "the 2 machines online that can share a job have 4 slots in all";
+    server.post("/jobs", &job(5, 10)).await.assert_invalid(&[("/parallel/ranks", &[too_large])]);
     // Occupy both slots of one machine and one slot of the other.
     let mut holders = Vec::new();
     for _ in 0..3 {
@@ -289,29 +274,14 @@ async fn large_jobs_wait_for_all_slots_in_order_and_are_not_overtaken() {
     for (name, ranks) in [("first", 4), ("second", 3), ("small", 1)] {
         waiting.push(server.submit(&specs::short(name, "fashion", ranks, 5)).await);
     }
-    let says =
-        |words: &'static str| move |job: &Value| job["reason"].as_str().is_some_and(|r| r.contains(words));
-    server
-        .wait_for_job(
-            &waiting[0],
-            "the job names the reason",
-            says("waits for 4 slots: 1 of 4 on 2 machines free"),
-        )
-        .await;
-    server
-        .wait_for_job(
-            &waiting[1],
-            "the job names the reason",
-            says("waits for 3 slots: 1 of 4 on 2 machines free"),
-        )
-        .await;
-    server
-        .wait_for_job(
-            &waiting[0],
-            "the reason names both machines",
-            says("; free on each machine: 1 of 2 on \""),
-        )
-        .await;
+    for (job, words) in [
+        (0, "waits for 4 slots: 1 of 4 on 2 machines free"),
+        (1, "waits for 3 slots: 1 of 4 on 2 machines free"),
+        (0, "; free on each machine: 1 of 2 on \""),
+    ] {
+        let says_so = |job: &Value| job["reason"].as_str().is_some_and(|reason| reason.contains(words));
+        server.wait_for_job(&waiting[job], words, says_so).await;
+    }
     for holder in &holders {
         machines.server.order(holder, "cancel").await;
         server.wait_for_end(holder).await;
@@ -342,11 +312,9 @@ fn invalid_addresses_and_unknown_interfaces_are_refused() {
             "--interface none-such: no such interface has an address; there are lo",
         ),
     ] {
-        let folder = crate::server::Folder::new();
+        let folder = Folder::new();
         let mut command = lockstep();
         command.arg("agent").args(options).arg("--data-dir").arg(folder.path().join("agent"));
-        let output = command.output().expect("lockstep agent");
-        let reported = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.code() == Some(2) && reported.contains(words), "{reported}");
+        Finished::of(&mut command).assert_usage_error(&[words]);
     }
 }

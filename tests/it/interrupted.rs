@@ -1,8 +1,8 @@
 //! Ctrl-C during `submit --watch` and `watch`.
 
 use crate::{
-    pictures,
-    server::{Server, TIMEOUT, interruptible_lockstep, signal, training_permit},
+    server::{Server, interruptible_lockstep, signal, wait_until},
+    specs,
 };
 use rustix::process::Signal;
 use std::{
@@ -10,41 +10,28 @@ use std::{
     os::unix::{fs::PermissionsExt, process::ExitStatusExt},
     path::Path,
     process::{Child, Command},
-    time::Instant,
 };
 
-fn until(what: &str, holds: impl Fn() -> bool) {
-    let start = Instant::now();
-    while !holds() {
-        assert!(start.elapsed() < TIMEOUT, "{what}");
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    }
-}
-
 /// Starts a command and interrupts it once it shows the job's steps. Returns the process and what it has shown so far.
-fn interrupt(command: &mut Command, folder: &Path) -> (Child, String) {
+async fn interrupt(command: &mut Command, folder: &Path) -> (Child, String) {
     let log = File::create(folder.join("shown.log")).expect("a log");
     command.stdout(log.try_clone().expect("a log")).stderr(log).current_dir(folder);
     let child = command.spawn().expect("a display");
     let shown = || fs::read_to_string(folder.join("shown.log")).unwrap_or_default();
-    until("steps are shown", || shown().contains(", step "));
+    wait_until("steps are shown", || shown().contains(", step "), shown).await;
     signal(child.id() as i32, Signal::INT);
     (child, shown())
 }
 
 #[tokio::test]
 async fn ctrl_c_ends_only_the_display() {
-    let _permit = training_permit().await;
-    let server = Server::start().await;
+    let server = Server::start_training(64, 16).await;
     let folder = server.folder().path();
-    let dataset = pictures::idx_dataset(folder, 64, 16);
-    server.register("fashion", &dataset).await;
-    let toml = "name = \"long\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
-                steps = 1000000\nbatch_size = 8\n[parallel]\nranks = 1\ndevice = \"cpu\"\n";
-    server.folder().write("long.toml", toml);
+    let long = specs::short("long", "fashion", 1, 1_000_000);
+    server.folder().write("long.toml", toml::to_string(&long).expect("a job"));
     let mut submit = interruptible_lockstep();
-    let (mut display, shown) =
-        interrupt(submit.args(["submit", "long.toml", "--watch"]).envs(server.client_variables()), folder);
+    submit.args(["submit", "long.toml", "--watch"]).envs(server.client_variables());
+    let (mut display, shown) = interrupt(&mut submit, folder).await;
     // The process ends by the signal, so that a shell reports 130 and scripts stop.
     let status = display.wait().expect("its status");
     assert_eq!((status.code(), status.signal()), (None, Some(2)), "{shown}");
@@ -63,7 +50,8 @@ async fn ctrl_c_ends_only_the_display() {
     server.until("the job continues", async |_: &Server| step().await > before + 5).await;
     assert_eq!(server.job(&id).await["state"], "running");
     let mut watch = interruptible_lockstep();
-    let (mut display, shown) = interrupt(watch.args(["watch", &id]).envs(server.client_variables()), folder);
+    watch.args(["watch", &id]).envs(server.client_variables());
+    let (mut display, shown) = interrupt(&mut watch, folder).await;
     assert_eq!(display.wait().expect("its status").signal(), Some(2), "{shown}");
     assert_eq!(server.job(&id).await["state"], "running");
     server.cli(&["cancel", &id]).ok();
@@ -77,9 +65,8 @@ async fn ctrl_c_cancels_a_sweep_that_slurm_has_not_accepted() {
     let server = Server::start_training(64, 16).await;
     let folder = server.folder().path();
     // The jobs need three slots and the server's own agent has two, so only launched agents could run them.
-    let toml = "name = \"swept\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = \"fashion\"\nimage_size = 16\n[train]\n\
-                steps = 2\nbatch_size = 8\n[parallel]\nranks = 3\ndevice = \"cpu\"\n";
-    server.folder().write("job.toml", toml);
+    let swept = specs::short("swept", "fashion", 3, 2);
+    server.folder().write("job.toml", toml::to_string(&swept).expect("a job"));
     // Slurm's commands fail after half a second.
     for name in ["sbatch", "squeue", "scancel"] {
         let program = server.folder().write(&format!("bin/{name}"), "#!/bin/sh\nsleep 0.5\nexit 1\n");
@@ -98,7 +85,7 @@ async fn ctrl_c_cancels_a_sweep_that_slurm_has_not_accepted() {
         .stderr(log);
     let mut launch = launch.spawn().expect("a launch");
     let output = || fs::read_to_string(folder.join("launch.log")).unwrap_or_default();
-    until("the sweep is named", || output().contains("2 trials of swept"));
+    wait_until("the sweep is named", || output().contains("2 trials of swept"), output).await;
     signal(launch.id() as i32, Signal::INT);
     assert_eq!(launch.wait().expect("its status").code(), Some(1), "{}", output());
     assert!(output().contains("is cancelled, as its agents were not started"), "{}", output());

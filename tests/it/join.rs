@@ -3,25 +3,14 @@
 
 use crate::{
     pages,
-    server::{Folder, TIMEOUT, free_port, lockstep, signal},
+    server::{Folder, TIMEOUT, Terminated, free_port, lockstep, wait_until},
 };
-use rustix::process::Signal;
 use std::{
     fs,
     path::Path,
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
-
-/// A process that is ended when it is dropped.
-struct Terminated(Child);
-
-impl Drop for Terminated {
-    fn drop(&mut self) {
-        signal(self.0.id() as i32, Signal::TERM);
-        let _ = self.0.wait();
-    }
-}
 
 /// A shell that has `lockstep` on its path and no variables of another server.
 fn shell(line: &str, folder: &Path) -> Command {
@@ -57,17 +46,14 @@ async fn the_page_s_commands_add_a_machine_over_tls_with_a_token() {
     serve.current_dir(here.path()).stdout(Stdio::null()).stderr(Stdio::null());
     let _serve = Terminated(serve.spawn().expect("lockstep serve"));
     let (ca, token) = (here.path().join("the data/ca/ca.crt"), here.path().join("the data/token"));
-    let start = Instant::now();
-    while !(ca.exists() && token.exists()) {
-        assert!(start.elapsed() < TIMEOUT, "the server does not start");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    wait_until("the server starts", || ca.exists() && token.exists(), String::new).await;
     let tls = lockstep_worker::tls::client_config(Some(&ca)).expect("the CA certificate");
     let bearer = format!("Bearer {}", fs::read_to_string(&token).expect("its token").trim());
     let headers = [("authorization".parse().expect("a name"), bearer.parse().expect("a value"))];
     let client = reqwest::Client::builder().tls_backend_preconfigured((*tls).clone());
     let client = client.default_headers(headers.into_iter().collect()).build().expect("a client");
     let url = format!("https://127.0.0.1:{port}/machines");
+    let start = Instant::now();
     let page = loop {
         let page = text(&client, &url).await;
         if page.contains("Join a machine") {

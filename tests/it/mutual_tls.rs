@@ -5,24 +5,25 @@ mod options;
 
 use crate::{
     pictures,
-    server::{Finished, Folder, TIMEOUT, exit_status, faketime, lockstep, signal, training_permit},
+    server::{
+        Finished, Folder, TIMEOUT, Terminated, exit_status, faketime, lockstep, training_permit, wait_until,
+    },
     specs,
     tls::serve::{Serve, ca, listens},
 };
-use rustix::process::Signal;
 use serde_json::Value;
 use std::{
     ffi::OsStr,
     fs,
     os::unix::fs::PermissionsExt,
     path::PathBuf,
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
-/// A `lockstep agent` process, which is ended when it is dropped.
+/// A `lockstep agent` process.
 struct Agent {
-    process: Child,
+    process: Terminated,
     log: PathBuf,
 }
 
@@ -34,32 +35,22 @@ impl Agent {
         command.args(["agent", "--server", &https(serve), "--ca-file", "data/ca/ca.crt", "--cpu-slots", "1"]);
         command.args(["--data-dir", dir]).args(options).current_dir(serve.folder.path());
         command.stdout(Stdio::null()).stderr(fs::File::create(&log).expect("a log"));
-        Self { process: command.spawn().expect("an agent"), log }
+        Self { process: Terminated(command.spawn().expect("an agent")), log }
     }
 
     fn output(&self) -> String {
         fs::read_to_string(&self.log).unwrap_or_default()
     }
 
+    /// Waits until the agent has ended, with this exit status and these words in its log.
+    async fn assert_ends(&mut self, status: i32, words: &str) {
+        assert_eq!(exit_status(&mut self.process.0).await.code(), Some(status), "{}", self.output());
+        assert!(self.output().contains(words), "{words}: {}", self.output());
+    }
+
     /// Waits until the agent's log has these words.
     async fn wait_for_log(&self, words: &str) {
         wait_until(words, || self.output().contains(words), || self.output()).await;
-    }
-}
-
-impl Drop for Agent {
-    fn drop(&mut self) {
-        signal(self.process.id() as i32, Signal::TERM);
-        let _ = self.process.wait();
-    }
-}
-
-/// Waits for a condition. `otherwise` is the message of the failure.
-async fn wait_until(what: &str, is_so: impl Fn() -> bool, otherwise: impl Fn() -> String) {
-    let start = Instant::now();
-    while !is_so() {
-        assert!(start.elapsed() < TIMEOUT, "{what}: {}", otherwise());
-        tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
@@ -130,8 +121,7 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
 
     // The name is bound to this agent: another agent with the same certificate is refused, and ends.
     let mut second = Agent::start(&serve, "two", &certificate);
-    assert_eq!(exit_status(&mut second.process).await.code(), Some(1), "{}", second.output());
-    assert!(second.output().contains("is bound to another agent"), "{}", second.output());
+    second.assert_ends(1, "is bound to another agent").await;
     let bound = refusals(&serve);
     assert!(
         bound.len() == 1 && bound[0].contains("node-a") && bound[0].contains("bound to another"),
@@ -166,7 +156,7 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
         "the end of the connection, and the first new attempt: {of_revoked:?}"
     );
     assert!(of_revoked.iter().all(|line| line.contains("node-a")), "{of_revoked:?}");
-    assert!(first.process.try_wait().expect("its status").is_none(), "the agent still tries");
+    assert!(first.process.0.try_wait().expect("its status").is_none(), "the agent still tries");
 
     // With new certificate files, the running agent connects again.
     for ending in ["crt", "key"] {
@@ -255,8 +245,7 @@ async fn expired_foreign_and_missing_certificates_are_refused_with_a_reason() {
     issue(&serve, "node-b", &[]);
     let options = [&files("node-b")[..], &["--name".into(), "node-c".into()]].concat();
     let mut misnamed = Agent::start(&serve, "misnamed", &options);
-    assert_eq!(exit_status(&mut misnamed.process).await.code(), Some(1), "{}", misnamed.output());
-    assert!(misnamed.output().contains("start this agent with --name node-b"), "{}", misnamed.output());
+    misnamed.assert_ends(1, "start this agent with --name node-b").await;
 }
 
 #[tokio::test]
@@ -295,8 +284,7 @@ async fn pkcs12_files_and_other_authorities_are_accepted() {
             .await;
     let packed = |password: &'static str| ["--pkcs12-file", "node-p.p12", "--pkcs12-password-file", password];
     let mut wrong = Agent::start(&serve, "wrong-password", &packed("wrong"));
-    assert_eq!(exit_status(&mut wrong.process).await.code(), Some(2), "{}", wrong.output());
-    assert!(wrong.output().contains("--pkcs12-password-file"), "{}", wrong.output());
+    wrong.assert_ends(2, "--pkcs12-password-file").await;
     let right = Agent::start(&serve, "right-password", &packed("right"));
     wait_for_agent(&serve, "node-p", is_online).await;
     drop(right);
@@ -313,8 +301,7 @@ async fn pkcs12_files_and_other_authorities_are_accepted() {
     ] {
         set_mode(name, 0o644);
         let mut refused = Agent::start(&serve, "open", &options);
-        assert_eq!(exit_status(&mut refused.process).await.code(), Some(2), "{}", refused.output());
-        assert!(refused.output().contains(&format!("chmod 600 {name}")), "{}", refused.output());
+        refused.assert_ends(2, &format!("chmod 600 {name}")).await;
         set_mode(name, 0o600);
     }
     // With --agent-ca, certificates of the server's own CA are refused.

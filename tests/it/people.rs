@@ -1,6 +1,6 @@
 //! `lockstep user`.
 
-use crate::server::{Agents, Finished, Server, lockstep};
+use crate::server::{Agents, Finished, Server, client_without_redirects, lockstep};
 use std::fs::File;
 
 /// Runs a command with a password on its standard input.
@@ -32,10 +32,8 @@ async fn users_are_managed_by_command_with_passwords_from_standard_input() {
     server.cli(&["user", "role", "bob", "root"]).assert_usage_error(&["the roles are viewer, member, admin"]);
     server.cli(&["user", "role", "adda", "viewer"]).assert_usage_error(&["did you mean \"ada\"?"]);
     let sign_in = async |password: &str| {
-        let http =
-            reqwest::Client::builder().redirect(reqwest::redirect::Policy::none()).build().expect("a client");
-        let request =
-            http.post(format!("{}/login", server.url)).body(format!("name=bob&password={password}"));
+        let request = client_without_redirects().post(format!("{}/login", server.url));
+        let request = request.body(format!("name=bob&password={password}"));
         let request = request.header("content-type", "application/x-www-form-urlencoded");
         request.send().await.expect("a response").status().as_u16()
     };

@@ -3,6 +3,7 @@
 use crate::{
     pages, pictures,
     server::{Finished, lockstep, training_permit},
+    train::sets,
 };
 use serde_json::{Value, json};
 use std::{fs, path::Path};
@@ -90,14 +91,19 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
     for words in ["RANKS", "MACHINES", "4      256", "8      512", "fc split by its outputs", "memory"] {
         assert!(table.contains(words), "{words}: {table}");
     }
-    let eight = plan(folder, &["--machine", "machine.json", "--classes", "1000", "--ranks", "8"]);
-    let assumption = "8 ranks need 2 machines like the measured machine. The times are for 2 machines. If all ranks share one";
-    eight.assert_prints(&[assumption]);
-    plan(folder, &["--machine", "machine.json", "--classes", "1000", "--ranks", "2"])
-        .assert_prints(&["measured with 4 ranks on one machine. With fewer ranks,"]);
-    let height = "--machine machine.json --classes 1000 --set parallel.mode=hybrid --set parallel.height=2";
-    let rows = plan(folder, &height.split(' ').collect::<Vec<_>>());
-    rows.assert_prints(&["same pictures, up to 1/2 of the rows"]);
+    for (ranks, words) in [
+        (
+            "8",
+            "8 ranks need 2 machines like the measured machine. The times are for 2 machines. If all ranks share one",
+        ),
+        ("2", "measured with 4 ranks on one machine. With fewer ranks,"),
+    ] {
+        plan(folder, &["--machine", "machine.json", "--classes", "1000", "--ranks", ranks])
+            .assert_prints(&[words]);
+    }
+    let hybrid = ["--machine", "machine.json", "--classes", "1000", "--set", "parallel.mode=hybrid"];
+    plan(folder, &[&hybrid[..], &["--set", "parallel.height=2"]].concat())
+        .assert_prints(&["same pictures, up to 1/2 of the rows"]);
     let unpinned = plan(folder, &["--machine", "machine.json", "--classes", "1000"]);
     let text = unpinned.ok();
     for words in [
@@ -112,21 +118,16 @@ fn the_chosen_plan_depends_on_classes_and_memory() {
     }
 
     // If the job requests another plan, the reason says so.
-    let pinned =
-        plan_on_machine(&["--classes", "1000", "--set", "parallel.mode=hybrid", "--set", "parallel.model=2"]);
-    let printed = plan(
-        folder,
-        &"--machine machine.json --classes 1000 --set parallel.mode=hybrid --set parallel.model=2"
-            .split(' ')
-            .collect::<Vec<_>>(),
-    );
+    let pinned = [&hybrid[..], &["--set", "parallel.model=2"]].concat();
+    let printed = plan(folder, &pinned);
     let text = printed.ok();
     assert!(text.contains("x 2 (model) ranks, the last layer split by its outputs"), "{text}");
     assert!(
         !text.contains("2 (data) x 1 (height) x 2 (model) ranks, fc split by its outputs\n"),
         "the same plan: {text}"
     );
-    let why = first_plan(&pinned.json())["predicted"]["why"].clone();
+    let report = plan(folder, &[&pinned[..], &["--json"]].concat()).json();
+    let why = first_plan(&report)["predicted"]["why"].clone();
     let better = "the job asks for it; parallel.mode = \"auto\" would choose data parallel on 4 ranks";
     assert!(why.as_str().is_some_and(|why| why.starts_with(better)), "{why}");
 }
@@ -163,14 +164,13 @@ fn jobs_that_cannot_be_planned_are_refused_with_a_reason() {
     );
     // The rows of the dataset's pictures are checked before the measurement, too.
     let dataset = format!("data.dataset={}", pictures::idx_dataset(folder, 64, 16).display());
-    let sets = [
-        dataset.as_str(),
+    let message = refusal(&sets(&[
+        &dataset,
         "data.image_size=",
         "parallel.ranks=32",
         "parallel.mode=hybrid",
         "parallel.height=32",
-    ];
-    let message = refusal(&sets.iter().flat_map(|set| ["--set", *set]).collect::<Vec<_>>());
+    ]));
     assert!(
         message.contains("32 ranks cannot share the 28 rows") && !message.contains("measuring"),
         "{message}"
@@ -192,7 +192,7 @@ mod full {
 
     /// The commands of docs/parallel.md. This machine is measured once, and the file is then used with --machine.
     #[tokio::test]
-    async fn this_machine_is_measured_once() {
+    async fn the_machine_is_measured_once_and_its_figures_are_reused() {
         let _permit = training_permit().await;
         let folder = tempfile::tempdir().expect("a folder");
         for (name, text) in pages::files("docs/parallel.md") {
@@ -228,16 +228,7 @@ mod full {
         let dataset = pictures::idx_dataset(folder.path(), 64, 16);
         let set = format!("data.dataset={}", dataset.display());
         let mut command = lockstep();
-        command.current_dir(folder.path()).args([
-            "plan",
-            "auto.toml",
-            "--set",
-            &set,
-            "--machine",
-            "machine.json",
-        ]);
-        let planned = Finished::of(&mut command);
-        let message = planned.ok();
-        assert!(message.contains("10 classes, 32 x 32 pixels"), "{message}");
+        command.current_dir(folder.path()).args(["plan", "auto.toml", "--machine", "machine.json"]);
+        Finished::of(command.args(["--set", &set])).assert_prints(&["10 classes, 32 x 32 pixels"]);
     }
 }

@@ -258,7 +258,7 @@ async fn no_token_is_sent_to_another_account_on_the_server_s_port() {
         "--token-file",
     ]);
     // The running agent tries to connect to its server again.
-    let log = server.folder().path().join("agent.2.log");
+    let log = server.folder().path().join("beside.log");
     let reported = async |_: &Server| {
         let log = fs::read_to_string(&log).expect("a log");
         log.contains("another account") && log.contains(OTHER_UID)

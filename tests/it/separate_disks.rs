@@ -3,14 +3,14 @@
 
 use crate::{
     pictures,
-    server::{Agents, Folder, Server, lockstep, number, signal, training_permit},
+    server::{Agents, Folder, LOCKSTEP, Server, number, signal, training_permit},
     specs,
 };
 use reqwest::StatusCode;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::{
-    fs::{self, File},
+    fs,
     path::{Path, PathBuf},
     process::{Child, Command},
 };
@@ -27,7 +27,6 @@ pub(crate) struct Machine {
     /// `LOCKSTEP_FAULT` of the agent's ranks.
     fault: &'static str,
     agent: Option<Child>,
-    starts: u32,
 }
 
 impl Machine {
@@ -57,37 +56,21 @@ impl Machine {
     ) -> Self {
         let options = options.iter().map(ToString::to_string).collect();
         let hidden = hidden.iter().map(|path| path.to_path_buf()).collect();
-        let mut machine = Self { name, slots, options, hidden, fault, agent: None, starts: 0 };
-        let token = server.cli(&["token", "create", "--scope", "agent", "--agent", name]);
-        server.folder().write(&format!("{name}.token"), token.ok());
+        let mut machine = Self { name, slots, options, hidden, fault, agent: None };
         machine.start_agent(server);
         machine
     }
 
     pub(crate) fn start_agent(&mut self, server: &Server) {
-        self.starts += 1;
-        let folder = server.folder().path();
-        let log = File::create(folder.join(format!("{}.{}.log", self.name, self.starts))).expect("a log");
         // Only root may create a mount namespace without a user namespace.
         let namespaces: &[&str] =
             if rustix::process::getuid().is_root() { &["-m"] } else { &["-U", "-r", "-m"] };
         let mut command = Command::new("unshare");
         let hide = "while [ \"$1\" != -- ]; do mount -t tmpfs none \"$1\" || exit 1; shift; done; shift; exec \"$@\"";
         command.args(namespaces).args(["sh", "-c", hide, "sh"]).arg(server.data_dir()).args(&self.hidden);
-        command.arg("--").arg(lockstep().get_program());
-        command.args([
-            "agent",
-            "--server",
-            &server.url,
-            "--name",
-            self.name,
-            "--cpu-slots",
-            &self.slots.to_string(),
-            "--token-file",
-        ]);
-        command.arg(folder.join(format!("{}.token", self.name))).arg("--data-dir").arg(self.dir(server));
-        command.args(&self.options).current_dir(folder).env("LOCKSTEP_FAULT", self.fault);
-        command.stdout(log.try_clone().expect("a log")).stderr(log);
+        command.arg("--").arg(LOCKSTEP);
+        let mut command = server.agent_command(command, &server.url, self.name, self.slots);
+        command.args(&self.options).env("LOCKSTEP_FAULT", self.fault);
         self.agent = Some(command.spawn().expect("unshare (util-linux)"));
     }
 

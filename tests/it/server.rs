@@ -25,7 +25,7 @@ mod results;
 #[path = "server/shutdown.rs"]
 mod shutdown;
 
-pub(crate) use processes::{Folder, Process, processes_of, signal};
+pub(crate) use processes::{Folder, Process, Terminated, processes_of, signal};
 pub(crate) use results::{Finished, Response};
 
 /// The program under test.
@@ -79,6 +79,12 @@ pub(crate) fn cryptography() {
 /// A client without CA certificates, as reading the system's certificates takes longer than a request.
 fn plain_client() -> reqwest::ClientBuilder {
     reqwest::Client::builder().timeout(TIMEOUT).tls_certs_only(std::iter::empty())
+}
+
+/// A client without a token that follows no redirects.
+pub(crate) fn client_without_redirects() -> reqwest::Client {
+    cryptography();
+    plain_client().redirect(reqwest::redirect::Policy::none()).build().expect("an HTTP client")
 }
 
 /// A client that sends a token. The client closes idle connections before the server does, which is after 30 s.
@@ -297,14 +303,26 @@ impl Server {
         self.data_dir().join("token")
     }
 
-    /// A file with a token for the test's agent. The first call creates the token.
-    fn agent_token_file(&self) -> PathBuf {
-        let path = self.folder.path().join("agent-beside.token");
-        if !path.exists() {
-            let created = self.cli(&["token", "create", "--scope", "agent", "--agent", "beside"]);
-            std::fs::write(&path, created.ok()).expect("a token");
+    /// Adds the arguments of `lockstep agent`, with its own folder, token and log (`NAME.log`), which are reused when it starts again.
+    pub(crate) fn agent_command(
+        &self,
+        mut program: Command,
+        url: &str,
+        name: &str,
+        cpu_slots: u32,
+    ) -> Command {
+        let folder = self.folder.path();
+        let token = folder.join(format!("{name}.token"));
+        if !token.exists() {
+            let created = self.cli(&["token", "create", "--scope", "agent", "--agent", name]);
+            std::fs::write(&token, created.ok()).expect("a token");
         }
-        path
+        let log = File::options().create(true).append(true).open(folder.join(format!("{name}.log")));
+        let log = log.expect("a log");
+        program.args(["agent", "--server", url, "--name", name, "--cpu-slots", &cpu_slots.to_string()]);
+        program.arg("--token-file").arg(token).arg("--data-dir").arg(folder.join(name)).current_dir(folder);
+        program.stdout(log.try_clone().expect("a log")).stderr(log);
+        program
     }
 
     /// Starts an agent on the server's machine, with its own folder.
@@ -315,14 +333,8 @@ impl Server {
 
     /// As [`Server::start_agent`], with another URL of the server and more options.
     pub(crate) fn start_agent_with(&mut self, url: &str, cpu_slots: u32, options: &[&str]) {
-        self.starts += 1;
-        let log = File::create(self.folder.path().join(format!("agent.{}.log", self.starts))).expect("a log");
-        let mut command = lockstep();
-        command.args(["agent", "--server", url, "--name", "beside", "--token-file"]);
-        command.arg(self.agent_token_file()).args(options).arg("--cpu-slots");
-        command.arg(cpu_slots.to_string()).arg("--data-dir").arg(self.folder.path().join("agent-beside"));
-        command.current_dir(self.folder.path()).envs(self.environment.iter().cloned());
-        command.stdout(log.try_clone().expect("a log")).stderr(log);
+        let mut command = self.agent_command(lockstep(), url, "beside", cpu_slots);
+        command.args(options).envs(self.environment.iter().cloned());
         self.agent = Some(command.spawn().expect("lockstep agent starts"));
     }
 
@@ -445,6 +457,15 @@ pub(crate) async fn exit_status(child: &mut Child) -> ExitStatus {
         }
         assert!(Instant::now() < deadline, "process {} did not end within {TIMEOUT:?}", child.id());
         tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// Waits for a condition. `otherwise`: what the failure shows.
+pub(crate) async fn wait_until(what: &str, holds: impl Fn() -> bool, otherwise: impl Fn() -> String) {
+    let began = Instant::now();
+    while !holds() {
+        assert!(began.elapsed() < TIMEOUT, "{what}: {}", otherwise());
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 

@@ -20,28 +20,17 @@ pub(crate) struct Socket {
 }
 
 impl Socket {
-    /// Connects to a path under `/api/v1`.
-    async fn connect(server: &Server, path: &str) -> WebSocketStream<MaybeTlsStream<TcpStream>> {
-        let mut request = server.api(path).replacen("http", "ws", 1).into_client_request().expect("a URL");
-        let token = format!("Bearer {}", server.token());
-        request.headers_mut().insert("authorization", HeaderValue::from_str(&token).expect("a header"));
-        connect_async(request).await.expect("a stream").0
-    }
-
     /// The stream of a job.
     pub(crate) async fn of_job(server: &Server, id: &str, since: u64) -> Self {
-        let path = format!("/jobs/{id}/stream?since={since}");
-        let mut socket = Self::connect(server, &path).await;
+        let url = server.api(&format!("/jobs/{id}/stream?since={since}")).replacen("http", "ws", 1);
+        let mut request = url.into_client_request().expect("a URL");
+        let token = format!("Bearer {}", server.token());
+        request.headers_mut().insert("authorization", HeaderValue::from_str(&token).expect("a header"));
+        let (mut socket, _) = connect_async(request).await.expect("a stream");
         let hello = frame(&mut socket).await.expect("a first frame");
         assert_eq!(hello["type"], "hello", "{hello}");
         assert_eq!(hello["job"]["id"], id);
         Self { socket, hello, frames: Vec::new() }
-    }
-
-    /// The stream of the list page, which sends no `hello`.
-    pub(crate) async fn of_list(server: &Server) -> Self {
-        let socket = Self::connect(server, "/stream").await;
-        Self { socket, hello: Value::Null, frames: Vec::new() }
     }
 
     /// The next frame.
@@ -97,7 +86,7 @@ async fn frame(socket: &mut WebSocketStream<MaybeTlsStream<TcpStream>>) -> Resul
 }
 
 /// Whether a frame is a stored event.
-pub(crate) fn is_event(frame: &Value) -> bool {
+fn is_event(frame: &Value) -> bool {
     frame.get("seq").is_some() && frame["type"] != "live"
 }
 

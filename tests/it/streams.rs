@@ -108,24 +108,3 @@ async fn assert_stream_equals_rest(server: &Server, id: &str, events: &[Value]) 
         assert!(lines.len() >= 120, "{} lines", lines.len());
     }
 }
-
-#[tokio::test]
-async fn two_clients_and_the_list_receive_the_same_events() {
-    let server = Server::start_training(320, 64).await;
-    let mut list = Socket::of_list(&server).await;
-    let id = server.submit(&specs::short("twice-watched", "fashion", 1, 400)).await;
-    let (mut a, mut b) = (Socket::of_job(&server, &id, 0).await, Socket::of_job(&server, &id, 0).await);
-    tokio::join!(a.read_to_end(), b.read_to_end());
-    assert_eq!(a.events(), b.events());
-
-    // The list's stream has the new job, its progress and its end.
-    let of_job = |f: &Value| f["type"] == "job" && f["job"]["id"] == *id;
-    list.until(|f| of_job(f) && f["job"]["state"] == "succeeded").await;
-    let frames: Vec<_> = list.frames.iter().filter(|f| of_job(f)).collect();
-    assert!(frames.iter().any(|f| f["job"]["state"] == "running"), "{} frames", frames.len());
-    let deleted = server.request(reqwest::Method::DELETE, &format!("/jobs/{id}"), None).await;
-    assert!(deleted.status.is_success(), "{}", deleted.text);
-    let frame = list.until(|f| f["type"] == "job_deleted").await;
-    assert_eq!(frame["id"], *id);
-    server.stop().await;
-}

@@ -2,14 +2,13 @@
 
 mod nginx;
 pub(crate) mod serve;
-mod ways;
 
 use crate::{
     pictures,
-    server::{Finished, Folder, TIMEOUT, free_port, lockstep, training_permit},
+    server::{Finished, Folder, TIMEOUT, Terminated, free_port, lockstep, training_permit, wait_until},
     specs,
 };
-use nginx::Nginx;
+use nginx::start_nginx;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 use serve::{Serve, ca, client_config_for, listens};
@@ -51,7 +50,7 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
         .arg(&beside)
         .current_dir(serve.folder.path())
         .stderr(Stdio::null());
-    let mut agent = command.spawn().expect("an agent");
+    let _agent = Terminated(command.spawn().expect("an agent"));
     let client = serve.client(&ca);
     let online_agents = async || -> Vec<String> {
         let response = client.get(format!("{https}/api/v1/agents")).send().await.expect("a response");
@@ -78,8 +77,6 @@ async fn a_job_is_trained_over_tls_with_the_servers_own_certificates() {
         serve.cli(&https, Some(&ca), &["watch", &id]).assert_prints(&["succeeded"]);
         serve.cli(&https, Some(&ca), &["machine", "undrain", other]).ok();
     }
-    crate::server::signal(agent.id() as i32, rustix::process::Signal::TERM);
-    agent.wait().expect("its status");
 
     // `ca show` prints the certificate that clients trust, with the SHA-256 that openssl computes.
     let shown = serve::ca(serve.folder.path(), &["show", "--data-dir", "data"]);
@@ -226,18 +223,10 @@ async fn tls_errors_of_clients_are_explained() {
             command.arg("--ca-file").arg(ca);
         }
         command.current_dir(serve.folder.path()).stderr(fs::File::create(&log).expect("a log"));
-        let mut agent = command.spawn().expect("an agent");
-        let start = Instant::now();
-        let log = loop {
-            let text = fs::read_to_string(&log).expect("the log");
-            if text.contains("no connection") || start.elapsed() > TIMEOUT {
-                break text;
-            }
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        };
-        crate::server::signal(agent.id() as i32, rustix::process::Signal::TERM);
-        agent.wait().expect("its status");
-        assert!(log.contains(words), "{server}: {log}");
+        let _agent = Terminated(command.spawn().expect("an agent"));
+        let text = || fs::read_to_string(&log).expect("the log");
+        wait_until("the agent reports the error", || text().contains("no connection"), text).await;
+        assert!(text().contains(words), "{server}: {}", text());
     }
 }
 
@@ -297,7 +286,7 @@ async fn the_server_works_behind_nginx_with_tls() {
     // The header that nginx adds for a client on another machine.
     let client_address = ("$proxy_add_x_forwarded_for", "'$http_x_forwarded_for, 198.51.100.7'");
     let _nginx =
-        Nginx::start(folder.path(), "lockstep.example.org", port, serve.port, &[client_address]).await;
+        start_nginx(folder.path(), "lockstep.example.org", port, serve.port, &[client_address]).await;
     let trusted = client_config_for(&folder.path().join("lockstep-data/ca/ca.crt"));
     let url = |path: &str| format!("{public}{path}");
     let client = reqwest::Client::builder()
@@ -361,17 +350,10 @@ async fn the_server_works_behind_nginx_with_tls() {
         "{statuses:?}"
     );
     // The server writes the log line after it has sent the response.
-    let since = Instant::now();
-    let log = loop {
-        let log = fs::read_to_string(serve.folder.path().join("access.log")).expect("the access log");
-        if log.lines().filter(|line| line.contains("/healthz")).count() >= statuses.len()
-            && log.ends_with('\n')
-        {
-            break log;
-        }
-        assert!(since.elapsed() < TIMEOUT, "{log}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    };
+    let log = || fs::read_to_string(serve.folder.path().join("access.log")).expect("the access log");
+    let is_complete = || log().matches("/healthz").count() >= statuses.len() && log().ends_with('\n');
+    wait_until("all requests are logged", is_complete, log).await;
+    let log = log();
     let mut probes = log.lines().filter(|line| line.contains("/healthz"));
     assert!(probes.all(|line| line.contains(" 198.51.100.7 ")), "{log}");
 }

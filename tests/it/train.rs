@@ -77,10 +77,20 @@ impl Bench {
         self.folder.path().join(out)
     }
 
-    pub(crate) fn model(&self, out: &str, checkpoint: &str) -> Vec<u8> {
-        let path = self.out(out).join("checkpoints").join(checkpoint).join("model.safetensors");
-        fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+    /// The path of a checkpoint's folder.
+    pub(crate) fn checkpoint(&self, out: &str, checkpoint: &str) -> String {
+        self.out(out).join("checkpoints").join(checkpoint).display().to_string()
     }
+
+    pub(crate) fn model(&self, out: &str, checkpoint: &str) -> Vec<u8> {
+        let path = format!("{}/model.safetensors", self.checkpoint(out, checkpoint));
+        fs::read(&path).unwrap_or_else(|e| panic!("{path}: {e}"))
+    }
+}
+
+/// The arguments `--set KEY=VALUE` for each of these.
+pub(crate) fn sets<'a>(all: &[&'a str]) -> Vec<&'a str> {
+    all.iter().flat_map(|set| ["--set", *set]).collect()
 }
 
 /// Asserts success and returns the standard output.
@@ -109,10 +119,8 @@ async fn repeated_and_continued_runs_have_the_same_bytes() {
 
     // Steps 7 and 14 are in the middle of epochs 1 and 2.
     for from in ["1-7", "2-14"] {
-        let checkpoint = bench.out("one").join("checkpoints").join(from);
         let out = format!("from-{from}");
-        let resume = checkpoint.to_str().expect("a path");
-        let text = bench.train_to_success(&out, &["--resume", resume]);
+        let text = bench.train_to_success(&out, &["--resume", &bench.checkpoint("one", from)]);
         assert!(text.contains(&format!("continuing from checkpoint {from}")), "{text}");
         for later in ["2-21", "2-24"] {
             assert!(bench.model(&out, later) == bench.model("one", later), "{later} from {from}");
@@ -164,9 +172,7 @@ async fn a_continued_run_keeps_its_normalisation() {
     let half = bytes.len() / 2;
     bytes[half..].fill(255);
     fs::write(&images, bytes).expect("the pictures");
-    let checkpoint = bench.out("before/checkpoints/1-7");
-    let resume = ["--resume", checkpoint.to_str().expect("a path")];
-    bench.train_to_success("resumed", &resume);
+    bench.train_to_success("resumed", &["--resume", &bench.checkpoint("before", "1-7")]);
     bench.train_to_success("new", &[]);
     let mean = |out: &str| {
         let bytes = bench.model(out, "2-24");
@@ -179,23 +185,21 @@ async fn a_continued_run_keeps_its_normalisation() {
 }
 
 #[tokio::test]
-async fn adamw_and_lamb_continue_to_the_same_bytes_and_other_optimizers_restart() {
+async fn adamw_and_lamb_continue_to_the_same_bytes_and_another_optimizer_starts_without_state() {
     let bench = Bench::new().await;
     let optimizer = |out: &str| {
         fs::read(bench.out(out).join("checkpoints/2-24/optimizer.safetensors")).expect("a checkpoint")
     };
     for kind in ["adamw", "lamb"] {
-        let set_kind = format!("train.optimizer={kind}");
-        let sets = [
-            set_kind.as_str(),
+        let kind_set = format!("train.optimizer={kind}");
+        let sets = sets(&[
+            &kind_set,
             "train.lr=0.003",
             "train.weight_decay=0.05",
             "train.decay_norm_and_bias=false",
-        ];
-        let sets: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
+        ]);
         bench.train_to_success(kind, &sets);
-        let checkpoint = bench.out(kind).join("checkpoints/1-7");
-        let resume = ["--resume", checkpoint.to_str().expect("a path")];
+        let resume = ["--resume", &bench.checkpoint(kind, "1-7")];
         let resumed = format!("{kind}-resumed");
         let text = bench.train_to_success(&resumed, &[&sets[..], &resume].concat());
         assert!(
@@ -238,7 +242,7 @@ async fn under_torchrun_each_process_is_a_rank() {
 }
 
 #[test]
-fn doctor_gathers_over_three_processes() {
+fn doctor_gathers_the_values_of_two_or_three_processes() {
     let doctor = |more: &[&str]| {
         Command::new(env!("CARGO_BIN_EXE_lockstep")).arg("doctor").args(more).output().expect("it runs")
     };

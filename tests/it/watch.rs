@@ -1,40 +1,27 @@
 //! `lockstep watch` and `queue` on a terminal and in a pipe: waiting jobs, widths, and a server that is restarted.
 
 use crate::{
-    server::{Agents, Folder, LOCKSTEP, Server, lockstep, training_permit},
+    server::{Agents, Folder, LOCKSTEP, Server, Terminated, lockstep, wait_until},
     specs,
 };
-use reqwest::{Method, StatusCode};
+use reqwest::Method;
 use serde_json::json;
 use std::{
     fs,
     path::Path,
-    process::{Child, Command, Stdio},
-    time::Duration,
+    process::{Command, Stdio},
 };
-
-/// A process that is killed when it is dropped.
-struct Watching(Child);
-
-impl Drop for Watching {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
 
 /// Waits until a file has these texts in this order, and returns its content.
 async fn wait_for_text(file: &Path, words: &[&str]) -> String {
-    let start = std::time::Instant::now();
-    loop {
-        let text = fs::read_to_string(file).unwrap_or_default();
+    let text = || fs::read_to_string(file).unwrap_or_default();
+    let has_words = || {
+        let text = text();
         let mut rest = text.as_str();
-        if words.iter().all(|word| rest.split_once(word).map(|(_, after)| rest = after).is_some()) {
-            return text;
-        }
-        assert!(start.elapsed() < crate::server::TIMEOUT, "{words:?}: {text:?}");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+        words.iter().all(|word| rest.split_once(word).map(|(_, after)| rest = after).is_some())
+    };
+    wait_until(&format!("{words:?}"), has_words, text).await;
+    text()
 }
 
 #[tokio::test]
@@ -46,15 +33,20 @@ async fn a_waiting_job_shows_its_place_and_reason_and_their_changes() {
     server.wait_for_job(&id, "the job has a place", |job| job["queue"]["place"] == 1).await;
 
     let folder = Folder::new();
-    let (out, terminal) = (folder.path().join("out"), folder.path().join("terminal"));
-    let mut piped = lockstep();
-    piped.args(["watch", &id]).envs(server.client_variables()).stderr(Stdio::null());
-    let _piped = Watching(piped.stdout(fs::File::create(&out).expect("a file")).spawn().expect("lockstep"));
+    let watch = |name: &str| {
+        let out = folder.path().join(name);
+        let mut command = lockstep();
+        command.args(["watch", &id]).envs(server.client_variables()).stderr(Stdio::null());
+        command.stdout(fs::File::create(&out).expect("a file"));
+        (out, Terminated(command.spawn().expect("lockstep")))
+    };
+    let (out, _watch) = watch("out");
+    let terminal = folder.path().join("terminal");
     // The same command on a terminal, where running jobs have a progress bar.
     let mut script = Command::new("script");
     script.args(["-qfec", &format!("{LOCKSTEP} watch {id}")]).arg(&terminal).envs(server.client_variables());
     script.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
-    let _script = Watching(script.spawn().expect("script runs"));
+    let _script = Terminated(script.spawn().expect("script runs"));
     let waits = "queued, place 1 in the queue: waits for 2 slots: 0 of 2 on";
     wait_for_text(&out, &[waits]).await;
     let shown = wait_for_text(&terminal, &[waits]).await;
@@ -68,11 +60,7 @@ async fn a_waiting_job_shows_its_place_and_reason_and_their_changes() {
     server.order(&id, "pause").await;
     wait_for_text(&out, &["paused: paused on request"]).await;
     // A later `watch` shows the state at once.
-    let late = folder.path().join("late");
-    let mut paused = lockstep();
-    paused.args(["watch", &id]).envs(server.client_variables()).stderr(Stdio::null());
-    let _paused =
-        Watching(paused.stdout(fs::File::create(&late).expect("a file")).spawn().expect("lockstep"));
+    let (late, _late_watch) = watch("late");
     wait_for_text(&late, &["paused: paused on request"]).await;
     server.order(&id, "cancel").await;
     let lines = wait_for_text(&out, &["paused on request", ": cancelled on request"]).await;
@@ -87,22 +75,19 @@ async fn a_waiting_job_shows_its_place_and_reason_and_their_changes() {
 
 #[tokio::test]
 async fn alerts_of_a_run_from_elsewhere_are_lines() {
-    let _permit = training_permit().await;
     let server = Server::start_with(Agents::None).await;
-    let run =
-        server.request(Method::POST, "/runs", Some(&json!({"id": "alerting", "name": "alerting"}))).await;
-    assert_eq!(run.status, StatusCode::CREATED, "{}", run.text);
+    server.create("/runs", &json!({"id": "alerting", "name": "alerting"})).await;
     let folder = Folder::new();
     let (out, err) = (folder.path().join("out"), folder.path().join("err"));
     let mut watch = lockstep();
     watch.args(["watch", "alerting"]).envs(server.client_variables());
     watch.stdout(fs::File::create(&out).expect("a file")).stderr(fs::File::create(&err).expect("a file"));
-    let _watch = Watching(watch.spawn().expect("lockstep"));
+    let _watch = Terminated(watch.spawn().expect("lockstep"));
     wait_for_text(&err, &["Ctrl-C ends this display"]).await;
     let alerts = json!([{"title": "loss", "text": "is\ninf", "level": "WARN"}, {"title": "half done"}]);
     for change in [json!({"summary": {"alerts": alerts}}), json!({"state": "succeeded"})] {
         let response = server.request(Method::PATCH, "/runs/alerting", Some(&change)).await;
-        assert_eq!(response.status, StatusCode::OK, "{}", response.text);
+        assert_eq!(response.status, 200, "{}", response.text);
     }
     wait_for_text(&out, &["warning: loss: is inf\n", "alert: half done\n", "succeeded"]).await;
     server.stop().await;
@@ -157,7 +142,7 @@ async fn an_unreachable_server_and_its_return_are_reported_once() {
         command.args(args).envs(server.client_variables());
         command.stdout(fs::File::create(folder.path().join(format!("{name}.out"))).expect("a file"));
         let child = command.stderr(fs::File::create(&err).expect("a file")).spawn().expect("lockstep");
-        (err, folder.path().join(format!("{name}.out")), Watching(child))
+        (err, folder.path().join(format!("{name}.out")), Terminated(child))
     };
     let followers = [follow("watch", &["watch", &id]), follow("logs", &["logs", "-f", &id])];
     for (_, out, _) in &followers {

@@ -45,7 +45,6 @@ describe("live regions", () => {
     }
     assert.deepEqual(await announced(page), []);
     await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
-    await page.end();
   });
 
   test("announce the evaluation of a checkpoint, but not its seconds", async () => {
@@ -57,7 +56,6 @@ describe("live regions", () => {
     await until("seconds count up", async () => Number.parseInt(await secs.textContent(), 10) >= 5);
     assert.equal(await secs.evaluate((node) => Boolean(node.closest('[aria-hidden="true"]') && !node.closest("[role=status]"))), true);
     assert.deepEqual((await announced(page)).filter((text) => /valuat/.test(text)), ["Evaluating on the validation pictures …", "1-5 is being evaluated on machine-a …"]);
-    await page.end();
   });
 
   test("announce the inspection of a dataset, but not its counts", async () => {
@@ -69,7 +67,6 @@ describe("live regions", () => {
     await until("the inspection has counted files", () => inspected >= 20_000);
     await until("the count is shown", async () => /^[\d,]+ of 2,000,000$/.test(await page.locator("#add-count").textContent()));
     assert.deepEqual(await announced(page), ["Inspecting the files …"]);
-    await page.end();
   });
 
   test("announce a step of the histograms that is chosen by keyboard, but not each new step", async () => {
@@ -85,7 +82,6 @@ describe("live regions", () => {
     await page.locator("#histogram-chart").focus();
     await page.keyboard.press("ArrowLeft");
     await until("a step chosen by keyboard is announced", async () => (await announced(page)).some((text) => /^step \d+, attempt 1/.test(text)));
-    await page.end();
   });
 
   test("announce a failed action, whose message survives the redraw of each second", async () => {
@@ -107,7 +103,6 @@ describe("live regions", () => {
     await page.clock.runFor(6000);
     assert.ok((await what.textContent()) !== refused || await page.locator("#banner").isHidden(), "the message disappears after some seconds");
     assert.equal(await countRefusals(), 2);
-    await page.end();
   });
 
   test("announce a standstill, but not its seconds", async () => {
@@ -125,6 +120,5 @@ describe("live regions", () => {
     await reportMetrics(11, 20);
     await until("the banner disappears after new steps", async () => { await page.clock.runFor(1000); return page.locator("#banner").isHidden(); });
     await until("the second standstill is announced", async () => { await page.clock.runFor(1000); return (await announced(page)).filter((text) => /No rank has moved/.test(text)).length === 2; });
-    await page.end();
   });
 });

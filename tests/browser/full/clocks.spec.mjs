@@ -125,7 +125,6 @@ describe("a connection that dies silently", () => {
     await reportSteps(job, 11, 20);
     await page.clock.fastForward("08:00:00");
     await assertComplete(page, 20);
-    await page.end();
   });
 
   test("under a job's page is detected by missing heartbeats", async () => {
@@ -136,7 +135,6 @@ describe("a connection that dies silently", () => {
     assert.equal((await losses(page))["rank 0"].points, 10, "one missing heartbeat is tolerated");
     await page.clock.runFor(10_000);
     await assertComplete(page, 20);
-    await page.end();
   });
 
   test("under the list is detected, and a new job is listed", async () => {
@@ -147,7 +145,6 @@ describe("a connection that dies silently", () => {
     await server.ask("/jobs", spec("came while nobody heard", RANKS, 10)).then(({ id }) => server.ask(`/jobs/${id}/cancel`, {}));
     await page.clock.runFor(50_000);
     await until("the new job is listed", async () => { await page.clock.runFor(6000); return (await page.locator("#rows").innerText()).includes("came while nobody heard"); });
-    await page.end();
   });
 
   test("under the list: a job far down that ended meanwhile is shown as ended", async () => {
@@ -161,7 +158,6 @@ describe("a connection that dies silently", () => {
     await finish(job);
     await page.clock.runFor(50_000);
     await until("the row shows that the job has succeeded", async () => { await page.clock.runFor(6000); return (await row.getAttribute("data-state")) === "succeeded"; });
-    await page.end();
   });
 
   test("under Compare: a job that ended meanwhile has its last points", async () => {
@@ -174,10 +170,9 @@ describe("a connection that dies silently", () => {
     await page.clock.runFor(50_000);
     await until("all points are drawn", async () => (await points("loss")) === "20");
     await until("the results show the job's end", async () => /succeeded/.test(await page.locator("#results").textContent()));
-    await page.end();
   });
 
-  test("under a job's page, with more missed events than are sent again: tabs and ranks are current", async () => {
+  test("under a job's page, with more missed events than are sent again: the log, checkpoints, tabs and ranks are current", async () => {
     const job = await startJob("far behind"), page = await openPage(`/jobs/${job.id}`), tab = (name) => page.getByRole("tab", { name, exact: true });
     for (const name of ["Histograms", "Network"]) assert.equal(await tab(name).isVisible(), false);
     proxy.freeze();
@@ -185,19 +180,25 @@ describe("a connection that dies silently", () => {
     await agent.report(job.attempt, 0, [
       { type: "network", layers: [{ name: "conv1", kind: "conv 3x3", output_shape: [16, 8, 8], parameters: 432, time_us: 10.5 }] },
       { type: "histograms", step: 10, layers: [layer] },
+      { type: "checkpoint", epoch: 1, step: 5, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 },
       { type: "rank", rank: 1, report: { status: "evaluating", step: 10, epoch: 1, step_ms: 1.5, all_reduce_ms: 0.5, data_ms: 0.5, images_per_second: 10.5, pid: 4711, device: "a device of now" } },
     ]);
     for (let number = 100; number < 25_100; number += 1000) await agent.report(job.attempt, 0, range(number, number + 999).map((number) => ({ type: "log", rank: 0, lines: [{ number, at, text: "one of very many" }] })));
     await reportSteps(job, 11, 20);
     await page.clock.runFor(50_000);
     for (let rank = 0; rank < RANKS; rank++) await until(`every loss of rank ${rank}`, async () => (await losses(page))[`rank ${rank}`]?.points === 20);
+    const log = () => page.locator("#log-lines").innerText();
+    await until("the newest line is shown", async () => (await log()).includes("rank 1 did step 20"));
+    await until("the checkpoint is listed", async () => (await page.locator("#checkpoints tr").allInnerTexts()).map((row) => /1-5/.test(row)).join() === "true");
+    await agent.report(job.attempt, 0, [{ type: "log", rank: 0, lines: [{ number: 30_000, at, text: "and one more" }] }]);
+    await until("the next line is shown", async () => (await log()).includes("and one more"));
+    assert.equal((await log()).split("and one more").length, 2, "the line is shown once");
     for (const name of ["Histograms", "Network"]) await until(`${name} is offered`, () => tab(name).isVisible());
     await until("the rank's report is the newest", async () => /a device of now/.test(await page.locator("#ranks li").nth(1).textContent()));
     await tab("Histograms").click();
     await until("histograms are shown", () => page.locator("#histogram-rows tr").first().isVisible());
     await tab("Network").click();
     await until("the network is shown", () => page.locator("#network-rows tr").first().isVisible());
-    await page.end();
   });
 
   /** Freezes the connections, and waits until the page has a pending request and detects the freeze. */
@@ -209,13 +210,12 @@ describe("a connection that dies silently", () => {
   };
 
   test("under Machines: a machine that is drained meanwhile is shown as drained", async () => {
-    const page = await openPage("/machines"), post = (action) => server.ask(`/agents/made-up/${action}`, undefined, "POST");
-    await until("the machine is listed", async () => /made-up/.test(await page.locator("#machines").innerText()));
+    const page = await openPage("/machines"), post = (action) => server.ask(`/agents/simulated/${action}`, undefined, "POST");
+    await until("the machine is listed", async () => /simulated/.test(await page.locator("#machines").innerText()));
     await freezeWithRequest(page);
     await post("drain");
     await until("the machine is drained", async () => { await page.clock.runFor(6000); return (await page.locator(".warnings").innerText()).includes("Drained"); });
     await post("undrain");
-    await page.end();
   });
 
   test("under the queue: a job that was submitted meanwhile is listed", async () => {
@@ -238,7 +238,6 @@ describe("a connection that dies silently", () => {
     await page.clock.runFor(40_000);
     await server.ask("/jobs", { ...spec("of another project", RANKS, 10), project: "came-meanwhile" }).then(({ id }) => server.ask(`/jobs/${id}/cancel`, {}));
     await until("the new group is listed", async () => { await page.clock.runFor(6000); return /came-meanwhile/.test(await page.locator("#jobs").innerText()); });
-    await page.end();
   });
 
   test("under the list during a request for older rows: the rows are listed", async () => {
@@ -252,7 +251,6 @@ describe("a connection that dies silently", () => {
     await until("the page requests older rows", async () => { await page.evaluate(() => scrollTo(0, document.body.scrollHeight)); return Promise.race([asked, new Promise((done) => setTimeout(done, 100))]); });
     await page.clock.runFor(50_000);
     await until("older rows are listed", async () => { await page.clock.runFor(1000); await page.evaluate(() => scrollTo(0, document.body.scrollHeight)); return (await rows.count()) > rowsBefore; });
-    await page.end();
   });
 
   test("is not assumed for a quiet connection with heartbeats", async () => {
@@ -264,7 +262,6 @@ describe("a connection that dies silently", () => {
     const { at } = await heartbeat;
     assert.ok(Math.abs(Date.parse(at) - Date.now()) < 5000, "a heartbeat has the server's time");
     assert.equal(sockets.length, 1);
-    await page.end();
   });
 });
 

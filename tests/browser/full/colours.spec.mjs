@@ -73,7 +73,6 @@ describe("more jobs than colours", () => {
     assert.equal(svg.match(/stroke-dasharray="2 3"/g).length, 2);
     const png = await saved(page, "PNG"), sharesInPng = await colouredShare(page, png.toString("base64"));
     for (const [n, { id }] of compared.entries()) assert.ok(isDrawnAs(sharesInPng[id], DASHES[Math.floor(n / COLOURS)]), `job ${n} in the PNG: ${sharesInPng[id]}`);
-    await page.end();
   });
 
   test("have rings as points from the ninth, and squares from the seventeenth", async () => {
@@ -91,7 +90,6 @@ describe("more jobs than colours", () => {
       return shapes;
     });
     assert.deepEqual(shades, { disc: ["dark", "dark", "none"], ring: ["light", "dark", "none"], square: ["dark", "dark", "dark"] });
-    await page.end();
   });
 
   test("keep colour and dash when other jobs are left out, and after a reload", async () => {
@@ -106,7 +104,6 @@ describe("more jobs than colours", () => {
     await page.reload();
     await untilDrawn(page, 9);
     assert.deepEqual(await styledNames(), expected);
-    await page.end();
   });
 });
 
@@ -130,7 +127,6 @@ describe("a picture", () => {
     }, [svg, png.toString("base64")]);
     assert.deepEqual(texts.map(({ text }) => text), ["Loss, job 0, job 1, job 2", "job 0", "job 1", "job 2", "loss (cross-entropy)", "optimizer step"]);
     for (const { text, emptyBefore, emptyAfter, inkShare } of texts) assert.ok(emptyBefore >= 2 && emptyBefore < 8 && emptyAfter >= 2 && emptyAfter < 8 && inkShare > 0.4, `“${text}”: ${emptyBefore} pixels are empty before the text and ${emptyAfter} after it, ${inkShare} of the columns have ink`);
-    await page.end();
   });
 });
 
@@ -150,7 +146,6 @@ describe("a job", () => {
       return { mean: pixelAt(2.5)[3], band: pixelAt(2.77)[3], low: pixelAt(2.23)[3], above: pixelAt(3.05)[3] };
     });
     assert.ok(painted.mean > 200 && painted.band > 20 && painted.band < 200 && Math.abs(painted.low - painted.band) < 10 && painted.above === 0, JSON.stringify(painted));
-    await page.end();
   });
 
   test("on two machines has a line per machine for memory, disk and network", async () => {
@@ -167,6 +162,5 @@ describe("a job", () => {
     }
     const axis = await page.evaluate(() => window.lockstep.charts.lr.yName());
     assert.match(axis, /bytes\/s/);
-    await page.end();
   });
 });

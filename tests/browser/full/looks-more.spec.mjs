@@ -24,14 +24,12 @@ describe("a page of a crowded server fits, is readable and accessible:", () => {
       await assertViews(page, menu);
       await page.locator(`${menu} > summary`).click();
     }
-    await page.end();
   });
 
   for (const path of ["/docs/reference/command-line", "/docs/reference/rest"]) {
-    test(`${path}, which is long`, async () => {
+    test(`the long page ${path}`, async () => {
       const page = await browser.page(server, path, { reducedMotion: "reduce" });
       await assertViews(page, path);
-      await page.end();
     });
   }
 
@@ -49,7 +47,6 @@ describe("a page of a crowded server fits, is readable and accessible:", () => {
     const top = async (selector) => (await page.locator(selector).first().boundingBox()).y;
     assert.ok(await top("article li") < await top(".docs nav ul"), "results come before the list of pages");
     assert.equal(await page.locator("article li a").nth(1).getAttribute("href"), "/docs/reference/job-file#train");
-    await page.end();
   });
 });
 
@@ -59,6 +56,5 @@ describe("the list on a phone", () => {
     await page.getByRole("button", { name: "Images/s" }).tap();
     await until("the fastest job comes first", async () => (await page.locator("#rows tr").first().getAttribute("data-id")) === jobs.running);
     assert.equal(new URL(page.url()).searchParams.get("sort"), "-speed");
-    await page.end();
   });
 });

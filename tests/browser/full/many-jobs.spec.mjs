@@ -80,7 +80,6 @@ describe("ten thousand jobs", () => {
     console.log(`# frames of a scroll through ${MANY} rows, n = ${scrolled.length}: median ${quantile(scrolled, 0.5)} ms, p95 ${quantile(scrolled, 0.95)} ms, slowest ${quantile(scrolled, 0.9999)} ms`);
     await page.evaluate(() => scrollTo(0, 5000 * 58)); // a row has about 58 pixels
     await until("rows in the middle are in view", () => page.evaluate(() => { const row = document.elementFromPoint(600, 500)?.closest("#rows tr"); return row && Math.abs([...row.parentElement.children].indexOf(row) - 5000) < 60; }));
-    await page.end();
   });
 
   test("are reordered when the sort value of a job that is not loaded changes", async () => {
@@ -94,7 +93,6 @@ describe("ten thousand jobs", () => {
     await setTags(["first"]);
     await until("the job is the first", async () => (await jobNames(page))[0] === name, 20_000);
     await setTags([]);
-    await page.end();
   });
 
   test("are cards on a phone, with few cards laid out", async () => {
@@ -104,7 +102,6 @@ describe("ten thousand jobs", () => {
     const shown = await page.locator("#rows tr:not([hidden])").count();
     assert.ok(shown < 200, `${shown} cards are laid out`);
     await assertScrollable(page);
-    await page.end();
   });
 });
 

@@ -16,7 +16,6 @@ describe("a new server", () => {
     await page.getByText("No job has been submitted to this server yet.").waitFor();
     await page.getByRole("link", { name: "Submit one" }).click();
     await page.waitForURL(`${server.url}/jobs/new*`);
-    await page.end();
   });
 
   test("offers its bundled pictures on the page of the datasets", async () => {
@@ -36,7 +35,6 @@ describe("a new server", () => {
     });
     await page.locator("#confirm-yes").click();
     await until("the dataset is removed, and the pictures are offered again", () => page.getByRole("button", { name: "Use the bundled pictures" }).isVisible());
-    await page.end();
   });
 
   test("offers its bundled pictures in one click, and the preset works with them", async () => {
@@ -54,7 +52,6 @@ describe("a new server", () => {
     await until("the job can be forked", () => page.locator("#fork").isVisible());
     await server.ask(`/jobs/${id}/cancel`, {});
     await until("the job has ended", async () => (await server.job(id)).state === "cancelled");
-    await page.end();
   });
 
   test("keeps the chosen dataset in a preset whose own dataset is not registered", async () => {
@@ -66,7 +63,6 @@ describe("a new server", () => {
     assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "clothes", "the form chooses the only dataset");
     await page.getByRole("link", { name: /Fashion-MNIST, quick start/ }).click();
     assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "clothes");
-    await page.end();
   });
 });
 
@@ -85,7 +81,6 @@ describe("a server with other pictures", () => {
     await page.waitForURL(/preset=fashion-mnist/);
     assert.equal(await page.getByLabel("Dataset", { exact: true }).inputValue(), "fashion-mnist");
     assert.equal(await page.locator("[data-bundled]").count(), 0);
-    await page.end();
   });
 });
 
@@ -98,7 +93,6 @@ describe("errors", () => {
     await page.getByLabel("Specification").fill("name = \"x\n[train");
     await until("the text's error is shown", async () => (await page.locator("#spec-error").textContent()) !== "");
     assert.equal(await page.locator(".field.wrong").count(), 0);
-    await page.end();
   });
 
   test("of a fork say which keys are invalid", async () => {
@@ -109,7 +103,6 @@ describe("errors", () => {
     await page.locator("#fork-yes").click();
     const error = page.locator("#fork-error");
     await until("both keys are named", async () => /train\.lr: /.test(await error.textContent()) && /parallel\.ranks: /.test(await error.textContent()));
-    await page.end();
   });
 });
 
@@ -127,7 +120,6 @@ describe("buttons and keys", () => {
     ];
     assert.deepEqual(verbs.filter((verb) => !commands.has(verb)), [], `each of these is a command: ${verbs}`);
     assert.deepEqual([...new Set(verbs)].sort(), ["cancel", "delete", "download", "evaluate", "fork", "pause", "predict", "register", "resume", "retry"]);
-    await page.end();
   });
 
   test("can be used without single-key shortcuts", async () => {
@@ -145,7 +137,6 @@ describe("buttons and keys", () => {
     await page.getByRole("button", { name: "Close" }).click();
     await page.keyboard.press("n");
     await page.waitForURL(/\/jobs\/new$/);
-    await page.end();
   });
 });
 
@@ -162,5 +153,4 @@ test("a page that falls behind announces it once, not every second", async () =>
   assert.equal(announced.role, null);
   assert.deepEqual(announced.heard.slice(-3), ["reconnecting", "behind, catching up", "live"]);
   assert.ok(announced.heard.length <= 4, announced.heard.join());
-  await page.end();
 });

@@ -38,7 +38,6 @@ describe("a long run", () => {
     await until("the chart has the server's points", async () => { assert.deepEqual(await drawn(), series[0].mean.map(Math.fround)); return true; });
     await page.evaluate(() => window.lockstep.view.setZoom(null));
     await until("the note names buckets again", async () => /min to max/.test(await note.textContent()));
-    await page.end();
   });
 
   test("names a slow rank with its first slow step and the cause, and a rank that has stopped", async () => {
@@ -54,7 +53,6 @@ describe("a long run", () => {
     // Ranks 0, 2 and 3 report two more steps, rank 1 none. Then no rank reports.
     for (const rank of [0, 2, 3]) await agent.reportSteps(attempt, rank, [STEPS - 99, STEPS - 98], { loss: 0.5 });
     await until("the banner names rank 1", async () => /Rank 1 has not moved for 0:\d\d\..*all-reduce/.test(await banner.textContent()), 60_000);
-    await page.end();
   });
 
   test("has at most 1000 rows of a log of 100,000 lines, and loads other lines by scrolling and searching", async () => {
@@ -71,7 +69,6 @@ describe("a long run", () => {
     assert.ok((await rows.count()) <= 1000);
     await page.getByLabel("Search the log").fill("needle");
     await until("the needle is found", async () => (await rows.count()) === 1 && /a needle/.test(await rows.first().textContent()));
-    await page.end();
   });
 });
 

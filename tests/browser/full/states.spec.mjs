@@ -1,5 +1,5 @@
-// The checks of looks.spec.mjs for pages in rare states: sign-in, an evaluation, pictures, the queue, GPUs, paused, cancelled and restarting
-// jobs, dialogs, and a form with errors.
+// The checks of looks.spec.mjs for pages in rare states: an account, an evaluation, pictures, GPUs, paused, cancelled and restarting jobs,
+// dialogs, and a form with errors.
 
 import assert from "node:assert/strict";
 import { after, before, describe, test } from "node:test";
@@ -35,14 +35,12 @@ before(async () => {
   for (let n = 0; n < 3; n++) await server.ask("/jobs", { ...spec(`holds a slot ${n}`, 1, 1000), priority: 9 });
   await agent.endAttempt(restarting.attempt, { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 0, step: 50, signal: 9, words: "rank 0 was killed by signal 9 at step 50" } });
   jobs.restarting = restarting.id;
-  for (let n = 0; n < 6; n++) await server.ask("/jobs", { ...spec(`${n ? "waits" : LONG} ${n}`.slice(0, 120), 4, 1000), priority: -n, project: n % 2 ? "default" : "a-project-with-a-long-name" });
   for (const [state, id] of Object.entries(jobs)) await until(`a job is ${state}`, async () => (await server.job(id)).state === state);
 });
 after(async () => { await browser?.close(); await Promise.all([server?.close(), authServer?.close(), trainingServer?.close()]); });
 
 const isDrawn = (page) => page.evaluate(() => Number(document.querySelector("#loss-chart")?.dataset.drawn) > 0);
 const checkPath = (path, name, options) => checkPage(browser, server, path, name, options);
-const untilDialogOpens = (page) => until("the dialog is open", () => page.locator("dialog[open]").isVisible());
 
 /** The response of an evaluation with many confused classes, a class without pictures, and mistakes with pictures. */
 function evaluation() {
@@ -52,14 +50,6 @@ function evaluation() {
   return { accuracy: 0.8765, interval: [0.868, 0.885], loss: 0.4321, samples: 5823, secs: 12.3, confusion, classes, mistakes, right: [] };
 }
 const PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==";
-
-describe("the pages of a person", () => {
-  test("fit: sign-in and account", async () => {
-    await checkPage(browser, { url: authServer.url }, "/login?next=%2Fjobs", "login", { ready: (page) => page.locator("form").first().isVisible() });
-    const prepare = async (page) => { await signIn(page.context(), authServer, "member"); };
-    await checkPage(browser, { url: authServer.url }, "/account", "account", { prepare, ready: async (page) => new URL(page.url()).pathname === "/account", options: { expectedErrors: [/401|404/] } });
-  });
-});
 
 describe("a job's page", () => {
   for (const state of ["paused", "cancelled", "restarting"]) {
@@ -78,14 +68,17 @@ describe("a job's page", () => {
   });
 
   test("asks in dialogs that fit", async () => {
-    await checkPath(`/jobs/${jobs.paused}`, "dialog-fork", { ready: isDrawn, act: async (page) => { await page.locator("#fork").click(); await untilDialogOpens(page); } });
-    await checkPath(`/jobs/${jobs.running}`, "dialog-cancel", { ready: isDrawn, act: async (page) => { await page.locator("#cancel").click(); await untilDialogOpens(page); } });
-    await checkPath(`/jobs/${jobs.cancelled}`, "dialog-delete", { ready: isDrawn, act: async (page) => { await page.locator("#delete").click(); await untilDialogOpens(page); } });
+    for (const [button, state] of [["fork", "paused"], ["cancel", "running"], ["delete", "cancelled"]]) {
+      const act = async (page) => { await page.locator(`#${button}`).click(); await until("the dialog is open", () => page.locator("dialog[open]").isVisible()); };
+      await checkPath(`/jobs/${jobs[state]}`, `dialog-${button}`, { ready: isDrawn, act });
+    }
   });
 });
 
 describe("other pages", () => {
-  test("the queue fits", () => checkPath("/queue", "queue", { ready: async (page) => (await page.locator(".queue tbody tr").count()) >= 6 }));
+  test("a person's account fits", () => checkPage(browser, { url: authServer.url }, "/account", "account", {
+    prepare: (page) => signIn(page.context(), authServer, "member"), ready: async (page) => new URL(page.url()).pathname === "/account", options: { expectedErrors: [/401|404/] },
+  }));
 
   test("the form fits with errors", async () => {
     const act = async (page) => {

@@ -21,6 +21,8 @@ async function train(attempt, ranks, from, to, ms, fields = {}) {
   await agent.begin(attempt, { total_steps: 120, steps_per_epoch: 30, start_step: from, ...fields });
   for (let rank = 0; rank < ranks; rank++) await agent.reportSteps(attempt, rank, range(from + 1, to), { loss: (s) => 2.5 - s / 200, step_ms: (s) => ms(s, rank), all_reduce_ms: rank * 5.5 });
 }
+const CHECKPOINT = { type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 };
+const finish = async (attempt, page) => { await agent.endAttempt(attempt, { how: "succeeded", step: 120 }); await page.end(); };
 const number = (text) => Number(text?.match(/[\d,]+(\.\d+)?/)?.[0].replaceAll(",", ""));
 
 /** Returns the mean speed of the newest attempt in the first line of the chart of images/s, weighted by time. */
@@ -78,15 +80,14 @@ describe("the throughput of a job", () => {
     await train(attempt, 1, 0, 60, (s) => [10.5, 20.5, 60.5][s % 3]);
     const { page, compare } = await assertSpeed(id, 1, 60 * 8 / (20 * 91.5 / 1000));
     await assertLastTime(compare, 20 * 91.5 / 1000);
-    await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
-    await page.end();
+    await finish(attempt, page);
   });
 
   test("that was resumed counts only the newest attempt, without the pause", async () => {
     const { id } = await server.ask("/jobs", spec("paused once", 1, 120));
     let attempt = await agent.attempt(id);
     await train(attempt, 1, 0, 30, () => 100.5);
-    await agent.report(attempt, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
+    await agent.report(attempt, 0, [CHECKPOINT]);
     await server.ask(`/jobs/${id}/pause`, {});
     await agent.endAttempt(attempt, { how: "stopped" });
     await until("the job is paused", async () => (await server.job(id)).state === "paused");
@@ -100,21 +101,19 @@ describe("the throughput of a job", () => {
     assert.match(await saveChart(compare, compare.locator("#curves .curve").first(), "SVG"), />paused once: attempt 2<\/text>/, "in Compare the mark names its job");
     await page.getByRole("tab", { name: "History" }).click();
     await until("the history lists the pause and the resumption", async () => (await page.locator("#history-rows li").evaluateAll((all) => all.map((li) => li.dataset.what).join())) === "submitted,started,pause_requested,ended,resumed,started");
-    await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
-    await page.end();
+    await finish(attempt, page);
   });
 
   test("that was killed and restarted counts only the newest attempt", async () => {
     const { id } = await server.ask("/jobs", spec("killed once", 2, 120));
     let attempt = await agent.attempt(id);
     await train(attempt, 2, 0, 40, () => 80.5);
-    await agent.report(attempt, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
+    await agent.report(attempt, 0, [CHECKPOINT]);
     await agent.endAttempt(attempt, { how: "failed", retriable: true, reason: { code: "rank_killed", rank: 1, step: 40, signal: 9, words: "rank 1 was killed by signal 9 at step 40" } });
     attempt = await agent.attempt(id, 2);
     await train(attempt, 2, 30, 60, (s) => [20.5, 40.5][s % 2]);
     const { page } = await assertSpeed(id, 2, 2 * 16 / 0.061);
-    await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
-    await page.end();
+    await finish(attempt, page);
   });
 
   test("on two ranks of different speed counts a step once", async () => {
@@ -122,15 +121,14 @@ describe("the throughput of a job", () => {
     // The faster rank waits for the other rank, so their steps end together.
     await train(attempt, 2, 0, 60, (_, rank) => (rank ? 49.5 : 50.5));
     const { page } = await assertSpeed(id, 2, 16 / 0.0505);
-    await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
-    await page.end();
+    await finish(attempt, page);
   });
 
   test("that is a fork counts only its own steps and time", async () => {
     const parent = await server.ask("/jobs", spec("forked from", 1, 120));
     let attempt = await agent.attempt(parent.id);
     await train(attempt, 1, 0, 30, () => 100.5);
-    await agent.report(attempt, 0, [{ type: "checkpoint", epoch: 1, step: 30, val_accuracy: 0.5, val_loss: 1.5, best: true, size_bytes: 1234567 }]);
+    await agent.report(attempt, 0, [CHECKPOINT]);
     await agent.endAttempt(attempt, { how: "succeeded", step: 30 });
     // A checkpoint without files is sufficient, as no rank reads it.
     const folder = join(server.dir, "jobs", parent.id, "checkpoints", "1-30");
@@ -141,8 +139,7 @@ describe("the throughput of a job", () => {
     await train(attempt, 1, 30, 60, () => 40.5);
     const { page, compare } = await assertSpeed(id, 1, 8 / 0.0405);
     await assertLastTime(compare, 30 * 0.0405);
-    await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
-    await page.end();
+    await finish(attempt, page);
   });
 
   test("whose epochs end with a smaller step counts the actual pictures", async () => {
@@ -152,7 +149,6 @@ describe("the throughput of a job", () => {
     // Steps of 8, 8 and 4.
     await train(attempt, 1, 0, 60, () => 50.5, { steps_per_epoch: 3, train_samples: 20 });
     const { page } = await assertSpeed(id, 1, 20 / (3 * 0.0505));
-    await agent.endAttempt(attempt, { how: "succeeded", step: 120 });
-    await page.end();
+    await finish(attempt, page);
   });
 });

@@ -87,7 +87,6 @@ describe("a chart on a touch screen", () => {
       await touch.tap(...pointAt(0.5));
       return false;
     });
-    await page.end();
   });
 
   test("zooms by a drag after a long press, and moves the crosshair by a drag without a long press", async () => {
@@ -105,7 +104,6 @@ describe("a chart on a touch screen", () => {
     await new Promise((done) => setTimeout(done, LONG_PRESS_MS));
     await touch.up();
     assert.deepEqual(await zoom(), zoomed);
-    await page.end();
   });
 
   test("does not prevent scrolling of the page", async () => {
@@ -114,7 +112,6 @@ describe("a chart on a touch screen", () => {
     await touch.drag([[x, y]], [[x, y - 200]]);
     await until("the page has scrolled", async () => (await scrolled()) > before + 50);
     assert.equal(await zoom(), null);
-    await page.end();
   });
 });
 
@@ -134,7 +131,6 @@ describe("jobs compared on a touch screen", () => {
     const boxNow = await scrollToCenter(axis);
     await touch.tap(boxNow.x + boxNow.width / 2, boxNow.y + boxNow.height / 2);
     await until("a tap on the axis removes the brush", async () => (await selected(page)) === "fast,slow,wild");
-    await page.end();
   });
 
   test("are selected in the scatter plot by a drag after a long press", async () => {
@@ -151,7 +147,6 @@ describe("jobs compared on a touch screen", () => {
     await touch.drag([[boxNow.x + boxNow.width / 2, boxNow.y + boxNow.height / 2]], [[boxNow.x + boxNow.width / 2, boxNow.y + boxNow.height / 2 + 150]]);
     await until("without a long press the page scrolls", async () => (await scrolled()) < before - 30);
     assert.equal(await selected(page), "fast,slow,wild");
-    await page.end();
   });
 });
 
@@ -197,7 +192,6 @@ describe("a panel's size", () => {
     assert.deepEqual(await page.locator("#panel-columns, #panel-rows").evaluateAll((all) => all.map((select) => select.value)), ["2", "2"]);
     await page.keyboard.press("Escape");
     assert.ok(await card(page, "a").evaluate((node) => Math.abs(node.querySelector("canvas").width - node.querySelector(".chart").clientWidth) <= 1));
-    await page.end();
   });
 
   test("is changed by arrow keys, within its limits", async () => {
@@ -209,7 +203,6 @@ describe("a panel's size", () => {
     assert.equal(await page.evaluate(() => document.activeElement.getAttribute("aria-label")), "Size of b: all of the page wide, medium height. Arrow keys change it.");
     for (const key of ["ArrowUp", "ArrowUp", "ArrowLeft"]) await page.keyboard.press(key);
     await until("the smaller size is stored", async () => (await sizes()) === "a 1x1,b 2x1,c 1x1");
-    await page.end();
   });
 
   test("is changed by touch, on a phone only the height", async () => {
@@ -243,6 +236,5 @@ describe("a panel's size", () => {
     await until("the note shows the server's error", async () => (await page.locator("#custom-note").textContent()) === "the database is away");
     assert.equal(await card(page, "a").getAttribute("data-columns"), "1");
     assert.equal(await sizes(), "a 1x1,b 1x1,c 1x1");
-    await page.end();
   });
 });

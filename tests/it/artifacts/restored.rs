@@ -21,13 +21,13 @@ async fn a_restored_database_uses_the_store_only_after_adopting_it() {
     server.cli(&["restore", &backup, "--database", &copy]).ok();
     let artifacts = external.path().join("artifacts");
     let before = files_below(&artifacts);
-    let serve_copy = || {
+    let serve = |database: &str| {
         let mut command = lockstep();
         command.args(["serve", "--no-local-agent", "--listen", &format!("127.0.0.1:{}", free_port())]);
-        command.args(["--database", &copy, "--artifacts"]).arg(&artifacts).arg("--data-dir");
-        Finished::of(command.arg(external.path().join("copy")))
+        command.args(["--database", database, "--artifacts"]).arg(&artifacts).arg("--data-dir");
+        Finished::of(command.arg(external.path().join("refused")))
     };
-    serve_copy().assert_usage_error(&[
+    serve(&copy).assert_usage_error(&[
         "restored from a backup",
         "--artifacts-adopt",
         &artifacts.display().to_string(),
@@ -70,10 +70,7 @@ async fn a_restored_database_uses_the_store_only_after_adopting_it() {
         })
         .await;
     // The copy of the copy does not know the identity that the store got when it was adopted, and may adopt the store, too.
-    let mut command = lockstep();
-    command.args(["serve", "--no-local-agent", "--database", &copy_of_copy, "--artifacts"]);
-    command.arg(&artifacts).args(["--listen", &format!("127.0.0.1:{}", free_port()), "--data-dir"]);
-    Finished::of(command.arg(external.path().join("copy-of-copy")))
+    serve(&copy_of_copy)
         .assert_usage_error(&["is not the store that has this database's checkpoints", "--artifacts-adopt"]);
     copy_server.stop().await;
     Server::start_on(Agents::None, Some(copy_of_copy), environment(true)).await.stop().await;

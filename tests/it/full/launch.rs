@@ -36,10 +36,10 @@ async fn submit(server: &Server, spec: &Value) -> String {
     server.create("/jobs?launched=true", spec).await
 }
 
-/// Number of live agents that were launched.
-fn launched_agents(server: &Server) -> usize {
+/// The live agents that were launched.
+fn launched_agents(server: &Server) -> Vec<Process> {
     let is_launched = |p: &Process| p.command() == "agent" && p.option("--job").is_some();
-    server.processes().iter().filter(|p| is_launched(p)).count()
+    server.processes().into_iter().filter(is_launched).collect()
 }
 
 /// A job of 20 steps on two ranks.
@@ -114,7 +114,7 @@ async fn an_agent_started_by_ssh_runs_only_the_job_and_ends_with_it() {
     let job = server.wait_for_success(&id).await;
     assert_eq!(job["attempt"], 1, "{job:#}");
     assert!(agents_of(&server, &id).contains("launch-"), "an agent of the launch ran it");
-    assert_eq!(launched_agents(&server), 0, "the agent ends with its job");
+    assert!(launched_agents(&server).is_empty(), "the agent ends with its job");
     assert_eq!(valid_agent_tokens(&server).await, 0, "the agent's token is revoked");
     server.stop().await;
 }
@@ -137,7 +137,7 @@ async fn a_job_file_is_submitted_and_no_token_is_on_a_command_line() {
     assert!(lines.iter().all(|line| !line.contains(token.trim())), "a token on a command line");
     // Without a following launch, the agent ends by itself.
     server.cli(&["cancel", &id]).ok();
-    server.until("the agent has ended", async |s: &Server| launched_agents(s) == 0).await;
+    server.until("the agent has ended", async |s: &Server| launched_agents(s).is_empty()).await;
     server.stop().await;
 }
 
@@ -162,16 +162,8 @@ async fn a_failed_launch_is_reported_and_the_job_cancelled() {
     );
     assert_eq!(server.job(&id).await["state"], "cancelled");
     assert_eq!(valid_agent_tokens(&server).await, 0, "the agent's token is revoked");
-    let missing = [&ssh[..], &["--program", "/nowhere/lockstep"]].concat();
-    let mut command = lockstep();
-    command.current_dir(server.folder().path()).envs(server.client_variables()).arg("launch").args(&missing);
-    command.arg("--dir").arg(server.folder().path().join("launch")).arg("--").args(sshd.options(sshd.port));
-    let done = Finished::of(&mut command);
-    assert!(
-        done.stderr.contains("127.0.0.1 cannot run lockstep") && done.stderr.contains("--program"),
-        "{}",
-        done.stderr
-    );
+    let mut command = launch_program(&server, "/nowhere/lockstep", &ssh, &sshd.options(sshd.port));
+    Finished::of(&mut command).assert_fails(1, &["127.0.0.1 cannot run lockstep", "--program"]);
     // Errors that are found before the submission.
     let before = server.get("/jobs").await["jobs"].as_array().map(Vec::len);
     assert_fails(&[file, "--with", "ssh", "-H", "127.0.0.1:1"], &[], &["2 ranks", "1 slot:"]);
@@ -260,7 +252,7 @@ async fn agents_end_if_their_launch_fails_for_another_machine() {
         server
             .until("the agent ends", async |s: &Server| {
                 (agent_logs().contains("refused this agent") || agent_logs().contains("the job is over"))
-                    && launched_agents(s) == 0
+                    && launched_agents(s).is_empty()
             })
             .await;
     }
@@ -272,23 +264,9 @@ async fn agents_end_if_their_launch_fails_for_another_machine() {
 async fn an_agent_of_one_job_that_returns_after_its_lease_runs_the_next_attempt() {
     let server = server().await;
     let id = submit(&server, &endless("comes-back", 2)).await;
-    let token = server.cli(&["token", "create", "--scope", "agent", "--agent", "serves"]);
-    let token = server.folder().write("serves.token", token.ok());
     let start = || {
-        let mut command = lockstep();
-        command.args([
-            "agent",
-            "--server",
-            &server.url,
-            "--name",
-            "serves",
-            "--job",
-            &id,
-            "--cpu-slots",
-            "2",
-        ]);
-        command.arg("--token-file").arg(&token).arg("--data-dir").arg(server.folder().path().join("serves"));
-        command.current_dir(server.folder().path()).spawn().expect("lockstep agent starts")
+        let mut command = server.agent_command(lockstep(), &server.url, "serves", 2);
+        command.args(["--job", &id]).spawn().expect("lockstep agent starts")
     };
     let mut agent = start();
     batch::until_past_step(&server, &id, 1, 20).await;
@@ -298,7 +276,7 @@ async fn an_agent_of_one_job_that_returns_after_its_lease_runs_the_next_attempt(
     let mut second = start();
     batch::until_past_step(&server, &id, 2, 20).await;
     server.cli(&["cancel", &id]).ok();
-    server.until("the agent ends with its job", async |s: &Server| launched_agents(s) == 0).await;
+    server.until("the agent ends with its job", async |s: &Server| launched_agents(s).is_empty()).await;
     assert!(second.wait().expect("its status").success());
     agent.wait().expect("its status");
     server.stop().await;
@@ -314,10 +292,7 @@ async fn a_job_that_allows_fewer_ranks_continues_on_the_reachable_machine() {
     let mut first = launch(&server, &args, &sshd.options(sshd.port)).spawn().expect("lockstep launch starts");
     batch::until_past_step(&server, &id, 1, 20).await;
     // The agent and the ranks end as in a power failure.
-    for process in server.processes().iter().filter(|p| p.command() == "agent" && p.option("--job").is_some())
-    {
-        signal(process.pid, Signal::KILL);
-    }
+    launched_agents(&server).iter().for_each(|agent| signal(agent.pid, Signal::KILL));
     server.ranks(&id).iter().for_each(|(_, rank)| signal(rank.pid, Signal::KILL));
     first.wait().expect("it ends");
     server.wait_for_job(&id, "the lease has expired", |job| job["state"] == "restarting").await;
@@ -332,7 +307,7 @@ async fn a_job_that_allows_fewer_ranks_continues_on_the_reachable_machine() {
     assert!(stderr.contains("127.0.0.2 cannot be reached by ssh"), "{stderr}");
     // The machines are also printed for a job without success.
     assert!(stdout.contains("ran on 127.0.0.1 (agent launch-"), "{stdout}");
-    server.until("the agent ends", async |s: &Server| launched_agents(s) == 0).await;
+    server.until("the agent ends", async |s: &Server| launched_agents(s).is_empty()).await;
     server.stop().await;
 }
 

@@ -7,7 +7,7 @@ use serde_json::json;
 const MIN_GRADIENT_BYTES: u64 = 1 << 20;
 
 #[tokio::test]
-async fn nccl_s_variable_also_moves_the_ring_and_an_option_overrides_it() {
+async fn the_ring_uses_the_interface_of_nccl_s_variable_unless_an_option_names_another() {
     let _permit = training_permit().await;
     let (mut site, reference_weights) = Site::with_reference_weights(2).await;
     for host in [1, 2] {

@@ -1,12 +1,12 @@
-//! The speed of a job is pictures per training time. All interfaces show the same number.
+//! The times that ranks report are their training time, and the speed of a job is pictures per training time.
+//! `tests/browser/full/throughput.spec.mjs` checks that all interfaces show this speed, whatever attempts a job has had.
 
 use crate::{
     pictures,
-    server::{Server, exclusive_permit, number, signal},
+    server::{Server, exclusive_permit, number},
     socket::wait_for_step,
     specs,
 };
-use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, time::Duration};
 
@@ -89,16 +89,8 @@ async fn assert_evaluations_excluded(server: &Server, id: &str) {
     assert!(checked > 0, "no epoch's first step: {lines:?}");
 }
 
-/// The text of a cell of the list page, as the server renders it.
-fn cell(page: &str, id: &str, name: &str) -> String {
-    let row = page.split("data-id=\"").find(|row| row.starts_with(id)).expect("a row of the job");
-    let (_, rest) = row.split_once(&format!("data-f=\"{name}\"")).expect("a cell");
-    let (_, rest) = rest.split_once('>').expect("a tag");
-    rest.split('<').next().unwrap_or_default().replace(',', "")
-}
-
 #[tokio::test]
-async fn the_speed_of_a_job_is_the_same_wherever_it_is_shown() {
+async fn the_speed_of_a_job_excludes_evaluations_and_pauses() {
     let _permit = exclusive_permit().await;
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), PICTURES as usize, 400)).await;
@@ -106,13 +98,7 @@ async fn the_speed_of_a_job_is_the_same_wherever_it_is_shown() {
     let plain = server.train(&spec("plain", 1)).await;
     assert_evaluations_excluded(&server, &plain).await;
 
-    let settings = json!({"checkpoint": 2 * STEPS_PER_EPOCH, "set": {"name": "forked"}});
-    let fork = server.post(&format!("/jobs/{plain}/fork"), &settings).await.json();
-    let forked = fork["id"].as_str().expect("an id").to_owned();
-    assert_eq!(fork["images_per_second"], Value::Null, "the fork has not trained yet");
-    server.wait_for_success(&forked).await;
-
-    let paused = server.submit(&spec("paused", 1)).await;
+    let paused = server.submit(&spec("paused", 2)).await;
     wait_for_step(&server, &paused, 20).await;
     server.cli(&["pause", &paused]).ok();
     let resting = server.job(&paused).await;
@@ -126,59 +112,19 @@ async fn the_speed_of_a_job_is_the_same_wherever_it_is_shown() {
     server.cli(&["resume", &paused]).ok();
     server.wait_for_success(&paused).await;
 
-    let killed = server.submit(&spec("killed", 2)).await;
-    wait_for_step(&server, &killed, STEPS_PER_EPOCH + 3).await;
-    let (_, rank) = server.ranks(&killed).into_iter().find(|(rank, _)| *rank == 1).expect("rank 1 is alive");
-    signal(rank.pid, Signal::KILL);
-    server.wait_for_success(&killed).await;
-
-    let uneven = server.submit(&spec("uneven", 2)).await;
-    wait_for_step(&server, &uneven, 5).await;
-    let (_, slow) = server.ranks(&uneven).into_iter().find(|(rank, _)| *rank == 1).expect("rank 1 is alive");
-    for _ in 0..5 {
-        signal(slow.pid, Signal::STOP);
-        tokio::time::sleep(Duration::from_millis(40)).await;
-        signal(slow.pid, Signal::CONT);
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    server.wait_for_success(&uneven).await;
-
-    let listed = server.get("/jobs").await;
-    let page = server.http.get(format!("{}/jobs", server.url)).header("accept", "text/html").send().await;
-    let page = page.expect("a response").text().await.expect("a page");
-    let table = server.cli(&["list"]).ok().to_owned();
-    for (name, id, attempt) in [
-        ("plain", &plain, 1),
-        ("forked", &forked, 1),
-        ("paused", &paused, 2),
-        ("killed", &killed, 2),
-        ("uneven", &uneven, 1),
-    ] {
+    for (name, id, attempt) in [("plain", &plain, 1), ("paused", &paused, 2)] {
         let job = server.job(id).await;
         assert_eq!(number(&job["attempt"]), attempt, "{name}");
-        let shown_speed = job["images_per_second"].as_f64().unwrap_or_else(|| panic!("{name}: {job:#}"));
+        let speed = job["images_per_second"].as_f64().unwrap_or_else(|| panic!("{name}: {job:#}"));
         let expected = expected_speed(&server, id, attempt).await;
         assert!(
-            (shown_speed / expected - 1.0).abs() < 0.01,
-            "{name}: {shown_speed} images/s, and {expected} by its steps"
+            (speed / expected - 1.0).abs() < 0.01,
+            "{name}: {speed} images/s, and {expected} by its steps"
         );
         let (clock, steps) = training_secs(&server, id, attempt).await;
         // A continued attempt may have only a few steps left.
         let slack = 0.05 * clock + 0.02;
         assert!((steps - clock).abs() < slack, "{name}: {steps} s of steps in {clock} s of training");
-
-        let in_list =
-            listed["jobs"].as_array().expect("jobs").iter().find(|j| j["id"] == **id).expect("listed");
-        assert_eq!(in_list["images_per_second"], job["images_per_second"], "{name}");
-        assert_eq!(server.cli(&["show", id, "--json"]).json()["images_per_second"], job["images_per_second"]);
-        let shown = server.cli(&["show", id]);
-        let line = shown.ok().lines().find(|l| l.starts_with("images a second")).expect("a line");
-        let words =
-            if shown_speed >= 99.95 { format!("{shown_speed:.0}") } else { format!("{shown_speed:.1}") };
-        assert_eq!(line.split_whitespace().last(), Some(words.as_str()), "{name}");
-        let row = table.lines().find(|l| l.starts_with(id.as_str())).expect("a row");
-        assert!(row.split_whitespace().any(|cell| cell == words), "{words} in {row}");
-        assert_eq!(cell(&page, id, "speed"), words, "{name} on the page");
     }
     server.stop().await;
 }

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 /// openssl is the client, because the program's own client uses the same TLS library as the server.
 #[tokio::test]
-async fn only_the_configured_suites_and_versions_are_accepted() {
+async fn only_configured_tls_versions_and_cipher_suites_are_accepted() {
     let offered = "TLS_AES_128_GCM_SHA256,ECDHE-ECDSA-AES256-GCM-SHA384";
     let serve = Serve::start(&["--tls-own-ca", "--no-local-agent", "--tls-suites", offered], listens).await;
     let tls13_server = ["--tls-own-ca", "--no-local-agent", "--tls-min-version", "1.3"];

@@ -4,6 +4,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use std::{
     fs,
     path::{Path, PathBuf},
+    process::Child,
     time::{Duration, Instant},
 };
 use tempfile::TempDir;
@@ -37,6 +38,16 @@ impl Process {
 pub(crate) fn signal(pid: i32, signal: Signal) {
     if let Some(pid) = Pid::from_raw(pid) {
         let _ = kill_process(pid, signal);
+    }
+}
+
+/// A child process that is ended with SIGTERM when it is dropped.
+pub(crate) struct Terminated(pub(crate) Child);
+
+impl Drop for Terminated {
+    fn drop(&mut self) {
+        signal(self.0.id() as i32, Signal::TERM);
+        let _ = self.0.wait();
     }
 }
 

@@ -1,6 +1,6 @@
 //! Helpers of the TLS tests: a server with options, and a client that trusts a CA.
 
-use crate::server::{Finished, Folder, TIMEOUT, free_port, lockstep};
+use crate::server::{Finished, Folder, TIMEOUT, Terminated, free_port, lockstep};
 use reqwest::header::{AUTHORIZATION, HeaderMap};
 use rustls::{
     ClientConfig, RootCertStore,
@@ -9,14 +9,13 @@ use rustls::{
 use std::{
     fs,
     path::{Path, PathBuf},
-    process::Child,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-/// A `lockstep serve` process, which is ended when it is dropped.
+/// A `lockstep serve` process.
 pub(crate) struct Serve {
-    process: Child,
+    process: Terminated,
     pub(crate) port: u16,
     pub(crate) folder: Folder,
 }
@@ -44,10 +43,10 @@ impl Serve {
         command.args(["serve", "--listen", &format!("{address}:{port}"), "--data-dir", "data"]).args(options);
         let log = fs::File::create(folder.path().join("serve.log")).expect("a log");
         command.current_dir(folder.path()).stdout(log.try_clone().expect("a log")).stderr(log);
-        let mut serve = Self { process: command.spawn().expect("lockstep serve"), port, folder };
+        let mut serve = Self { process: Terminated(command.spawn().expect("lockstep serve")), port, folder };
         let start = Instant::now();
         while !(serve.log().contains("dashboard: ") && ready(port).await) {
-            let ended = serve.process.try_wait().expect("its status");
+            let ended = serve.process.0.try_wait().expect("its status");
             assert!(ended.is_none() && start.elapsed() < TIMEOUT, "{ended:?}: {}", serve.log());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
@@ -90,13 +89,6 @@ impl Serve {
 /// Runs `lockstep ca` in this folder.
 pub(crate) fn ca(folder: &Path, args: &[&str]) -> Finished {
     Finished::of(lockstep().arg("ca").args(args).current_dir(folder))
-}
-
-impl Drop for Serve {
-    fn drop(&mut self) {
-        crate::server::signal(self.process.id() as i32, rustix::process::Signal::TERM);
-        let _ = self.process.wait();
-    }
 }
 
 /// TLS settings of a client that trusts the CA certificate in a file.

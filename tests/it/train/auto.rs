@@ -16,8 +16,7 @@ async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
         "train.lr=0.0001",
     ];
     let run = |out: &str, sets: &[&str]| {
-        let sets: Vec<_> = always.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();
-        let mut command = bench.train(out, &sets);
+        let mut command = bench.train(out, &super::sets(&[&always[..], sets].concat()));
         assert_success(&command.env("LOCKSTEP_CACHE", bench.out("cache")).output().expect("it runs"))
     };
     run("one", &["parallel.ranks=1"]);

@@ -1,6 +1,6 @@
 //! The moving average of the weights (EMA).
 
-use super::{Bench, assert_success};
+use super::{Bench, assert_success, sets};
 use crate::tensors::floats;
 use std::fs;
 
@@ -8,16 +8,9 @@ use std::fs;
 async fn averaged_weights_are_evaluated_saved_and_continued() {
     let bench = Bench::new().await;
     // With mixup and cutmix, whose pictures must be the same after a continuation and on one rank.
-    let mixed = ["train.mixup=0.4", "train.cutmix=1.0"];
-    let sets = [
-        "train.ema_decay=0.8",
-        "train.ema_steps=2",
-        "checkpoint.every_steps=1",
-        "checkpoint.keep=30",
-        mixed[0],
-        mixed[1],
-    ];
-    let sets: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
+    let plain =
+        sets(&["checkpoint.every_steps=1", "checkpoint.keep=30", "train.mixup=0.4", "train.cutmix=1.0"]);
+    let sets = [&plain[..], &sets(&["train.ema_decay=0.8", "train.ema_steps=2"])].concat();
     let output = bench.train_to_success("one", &sets);
     assert!(
         output.contains("validation accuracy is ")
@@ -25,7 +18,7 @@ async fn averaged_weights_are_evaluated_saved_and_continued() {
         "{output}"
     );
     let values = |out: &str, checkpoint: &str, file: &str| -> Vec<f32> {
-        let bytes = fs::read(bench.out(out).join("checkpoints").join(checkpoint).join(file)).expect("a file");
+        let bytes = fs::read(format!("{}/{file}", bench.checkpoint(out, checkpoint))).expect("a file");
         floats(&bytes).into_values().flatten().collect()
     };
     assert!(!bench.out("one").join("checkpoints/1-1/ema.safetensors").exists(), "no average after one step");
@@ -42,13 +35,10 @@ async fn averaged_weights_are_evaluated_saved_and_continued() {
     }
 
     // Neither the evaluation of the average nor a continuation changes the weights.
-    let plain = ["checkpoint.every_steps=1", "checkpoint.keep=30", mixed[0], mixed[1]];
-    let plain: Vec<_> = plain.iter().flat_map(|set| ["--set", *set]).collect();
     bench.train_to_success("plain", &plain);
     assert!(values("plain", "2-24", "model.safetensors") == values("one", "2-24", "model.safetensors"));
-    let checkpoint = bench.out("one").join("checkpoints/1-7");
-    let more = [&sets[..], &["--resume", checkpoint.to_str().expect("a path")]].concat();
-    bench.train_to_success("resumed", &more);
+    let from = bench.checkpoint("one", "1-7");
+    bench.train_to_success("resumed", &[&sets[..], &["--resume", &from]].concat());
     assert!(values("resumed", "2-24", "ema.safetensors") == expected);
     assert!(values("resumed", "2-24", "model.safetensors") == values("one", "2-24", "model.safetensors"));
     // The average is the same on one rank, and with gradients over TCP.

@@ -5,7 +5,7 @@ use super::*;
 #[tokio::test]
 async fn a_run_without_improvement_stops_early_and_again_after_continuing() {
     let bench = Bench::new().await;
-    let job = [
+    let job = sets(&[
         "train.epochs=6",
         "stop.patience=1",
         "stop.metric=\"val_loss\"",
@@ -13,16 +13,14 @@ async fn a_run_without_improvement_stops_early_and_again_after_continuing() {
         "loss.class_weights=\"balanced\"",
         "data.folds=5",
         "data.fold=2",
-    ];
-    let job: Vec<&str> = job.iter().flat_map(|set| ["--set", *set]).collect();
+    ]);
     let reason = "stopped early after step 20: validation loss has not improved by 1000 on the ";
     let output = bench.train_to_success("early", &job);
     for words in ["320 training and 80 validation pictures", "the loss weights classes by ", reason] {
         assert!(output.contains(words), "{words} in {output}");
     }
     // Continue from the middle of the second epoch, and from the last step, after which no step is left.
-    let checkpoint = bench.out("early").join("checkpoints/2-14");
-    for (out, from) in [("from-14", checkpoint.to_str().expect("a path")), ("early", "latest")] {
+    for (out, from) in [("from-14", &*bench.checkpoint("early", "2-14")), ("early", "latest")] {
         let resume = [&job[..], &["--resume", from]].concat();
         let output = bench.train_to_success(out, &resume);
         assert!(output.contains(reason), "{output}");

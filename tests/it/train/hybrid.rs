@@ -2,7 +2,7 @@
 
 use super::{
     Bench, assert_success,
-    stops::{pid_of, signal, start_until_step},
+    stops::{pid_of, signal, start_until_step, state},
 };
 use crate::tensors::max_difference;
 use rustix::process::Signal;
@@ -20,7 +20,7 @@ async fn ranks_that_share_a_network_match_one_rank() {
             "parallel.device=cpu",
             "train.lr=0.0001",
         ];
-        let sets: Vec<_> = always.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();
+        let sets = super::sets(&[&always[..], sets].concat());
         bench.train(out, &[&sets[..], more].concat()).output().expect("it runs")
     };
     let validation = |output: &str| -> String {
@@ -47,12 +47,9 @@ async fn ranks_that_share_a_network_match_one_rank() {
         assert!(difference < 1e-4, "{step}: {difference}");
     }
     assert!(output.contains("validation accuracy of the averaged weights is "), "{output}");
-    let state = std::fs::read(bench.out("four").join("checkpoints/1-13/state.json")).expect("state.json");
-    let state: serde_json::Value = serde_json::from_slice(&state).expect("JSON");
-    assert_eq!(state["world_size"], 4);
+    assert_eq!(state(&bench, "four", "1-13")["world_size"], 4);
 
-    let from = bench.out("four").join("checkpoints/1-4");
-    let from = ["--resume", from.to_str().expect("a path")];
+    let from = ["--resume", &bench.checkpoint("four", "1-4")];
     let split = r#"parallel.shard=[{match="layer3.*", split="out"}, {match="layer3.*.conv2", split="in"}]"#;
     let split_layers = ["parallel.ranks=2", "parallel.mode=hybrid", "parallel.model=2", split];
     let rows = ["parallel.ranks=4", "parallel.mode=hybrid", "parallel.model=2", "parallel.height=2"];
@@ -73,7 +70,7 @@ async fn ranks_that_share_a_network_match_one_rank() {
     }
 
     // With pretrained weights, of which each rank loads its part.
-    let pretrained = format!("model.pretrained={}", bench.out("four").join("checkpoints/1-13").display());
+    let pretrained = format!("model.pretrained={}", bench.checkpoint("four", "1-13"));
     for (out, sets) in [("tuned", &hybrid[..3]), ("tuned-alone", &["parallel.ranks=1"][..])] {
         assert_success(&run(out, &[sets, &[pretrained.as_str()]].concat(), &[]));
     }
@@ -123,9 +120,7 @@ async fn stages_match_one_rank_and_continue_after_a_killed_rank() {
         "parallel.device=cpu",
     ];
     let stages = ["parallel.ranks=4", "parallel.mode=hybrid", "parallel.pipeline=2"];
-    let sets = |more: &[&'static str]| -> Vec<&'static str> {
-        always.iter().chain(more).flat_map(|set| ["--set", *set]).collect()
-    };
+    let sets = |more: &[&'static str]| super::sets(&[&always[..], more].concat());
     let run =
         |out: &str, sets: &[&'static str], more: &[&str]| bench.train_to_success(out, &[sets, more].concat());
     let accuracies = |output: &str| -> Vec<String> {
@@ -149,8 +144,7 @@ async fn stages_match_one_rank_and_continue_after_a_killed_rank() {
 
     // One rank continues from a checkpoint of stages, and stages from a checkpoint of one rank.
     for (out, from, sets) in [("back", "stages", one), ("forth", "one", sets(&stages))] {
-        let from = bench.out(from).join("checkpoints/1-4").display().to_string();
-        run(out, &sets, &["--resume", &from]);
+        run(out, &sets, &["--resume", &bench.checkpoint(from, "1-4")]);
         let difference = max_difference(&bench.model(out, "1-13"), &last);
         assert!(difference < 1e-4, "{out}: {difference}");
     }

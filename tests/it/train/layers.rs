@@ -1,6 +1,6 @@
 //! A run's records of its layers (descriptions, and histograms of weights and gradients), and frozen batch norms.
 
-use super::{Bench, assert_success};
+use super::{Bench, assert_success, sets};
 use crate::tensors::floats;
 use lockstep_protocol::{
     agent::AttemptEvent,
@@ -53,10 +53,7 @@ fn count_bins(LayerHistogram { min, max, .. }: &LayerHistogram, values: &[f32]) 
 #[tokio::test]
 async fn histograms_count_every_weight_and_gradient_and_change_nothing() {
     let bench = Bench::new().await;
-    let sets = |more: &[&'static str]| -> Vec<&'static str> {
-        let all = [&["checkpoint.every_steps=10"], more].concat();
-        all.into_iter().flat_map(|set| ["--set", set]).collect()
-    };
+    let sets = |more: &[&'static str]| sets(&[&["checkpoint.every_steps=10"], more].concat());
     bench.train_to_success("plain", &sets(&[]));
     bench.train_to_success("one", &sets(&["log.histograms=10"]));
     assert!(tensors(&bench, "one", "2-24") == tensors(&bench, "plain", "2-24"));
@@ -119,9 +116,8 @@ async fn histograms_count_every_weight_and_gradient_and_change_nothing() {
 async fn frozen_batch_norms_keep_the_given_weights() {
     let bench = Bench::new().await;
     bench.train_to_success("before", &[]);
-    let checkpoint = bench.out("before/checkpoints/1-7");
-    let pretrained = format!("model.pretrained={}", checkpoint.join("model.safetensors").display());
-    let frozen = ["--set", &pretrained, "--set", "model.freeze_norm=true"];
+    let pretrained = format!("model.pretrained={}/model.safetensors", bench.checkpoint("before", "1-7"));
+    let frozen = sets(&[&pretrained, "model.freeze_norm=true"]);
     for (out, ranks) in [("two", "parallel.ranks=2"), ("one", "parallel.ranks=1")] {
         let more = [&frozen[..], &["--set", ranks]].concat();
         bench.train_to_success(out, &more);
@@ -134,8 +130,7 @@ async fn frozen_batch_norms_keep_the_given_weights() {
     }
     assert!(trained == tensors(&bench, "one", "2-24"), "the same weights on one rank");
     // A continuation gives the same weights.
-    let from = bench.out("two/checkpoints/1-7");
-    let more = [&frozen[..], &["--resume", from.to_str().expect("a path")]].concat();
-    bench.train_to_success("resumed", &more);
+    let from = bench.checkpoint("two", "1-7");
+    bench.train_to_success("resumed", &[&frozen[..], &["--resume", &from]].concat());
     assert!(trained == tensors(&bench, "resumed", "2-24"));
 }

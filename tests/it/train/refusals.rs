@@ -1,7 +1,7 @@
 //! Impossible jobs, and weights and checkpoints that do not fit, are refused with advice.
 
 use super::{
-    Bench, assert_success,
+    Bench, assert_success, sets,
     stops::{has_ended, pid_of, signal, until_step},
 };
 use crate::{
@@ -22,8 +22,7 @@ async fn impossible_training_is_refused_with_advice() {
     let bench = Bench::new().await;
     let refusal = |sets: &[&str]| {
         let out = format!("out-{}", sets.join("-").replace(['/', '.'], "_"));
-        let more: Vec<_> = sets.iter().flat_map(|set| ["--set", *set]).collect();
-        let mut command = bench.train(&out, &more);
+        let mut command = bench.train(&out, &super::sets(sets));
         Finished::of(command.env("LOCKSTEP_CACHE", bench.out("cache")))
     };
     refusal(&["train.global_batch_size=4096"])
@@ -79,8 +78,8 @@ async fn impossible_stages_are_refused() {
             &["parallel.pipeline", "give a pipeline such as 8, or 24 ranks"],
         ),
     ] {
-        let sets: Vec<_> = stages.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();
         let out = format!("out-{}", words[0]);
+        let sets = super::sets(&[&stages[..], sets].concat());
         Finished::of(&mut bench.train(&out, &sets)).assert_fails(2, words);
     }
 }
@@ -89,11 +88,10 @@ async fn impossible_stages_are_refused() {
 #[tokio::test]
 async fn a_full_disk_is_logged_only_once_with_a_count() {
     let bench = Bench::new().await;
-    let only_last = ["train.epochs=1", "checkpoint.every_steps=", "checkpoint.every_epochs=0"];
-    let sets: Vec<_> = only_last.iter().flat_map(|set| ["--set", *set]).collect();
+    let only_last = sets(&["train.epochs=1", "checkpoint.every_steps=", "checkpoint.every_epochs=0"]);
     // Each fault fails one attempt.
     let faults = ["checkpoint.model:error"; 3].join(",");
-    let output = bench.train("out", &sets).env("LOCKSTEP_FAULT", faults).output().expect("it runs");
+    let output = bench.train("out", &only_last).env("LOCKSTEP_FAULT", faults).output().expect("it runs");
     let error = assert_success(&output);
     assert_eq!(error.matches("could not be written").count(), 1, "{error}");
     assert_eq!(error.matches("still cannot be written").count(), 1, "{error}");
@@ -166,17 +164,16 @@ async fn a_folder_in_use_is_refused_even_if_only_ranks_are_left() {
 }
 
 #[tokio::test]
-async fn a_folder_with_later_checkpoints_refuses_an_earlier_resume() {
+async fn a_resume_is_refused_if_the_folder_has_later_or_other_checkpoints() {
     let bench = Bench::new().await;
     let steps = |number: &'static str, seed: &'static str| {
-        let keys = ["train.epochs=", "checkpoint.every_steps=2", number, seed];
-        keys.into_iter().flat_map(|set| ["--set", set]).collect::<Vec<_>>()
+        sets(&["train.epochs=", "checkpoint.every_steps=2", number, seed])
     };
     for (out, seed) in [("out", "train.seed=1"), ("other", "train.seed=2")] {
         bench.train_to_success(out, &steps("train.steps=4", seed));
     }
     let resume = |from: &str, step: u64| {
-        let from = bench.out(from).join(format!("checkpoints/1-{step}")).display().to_string();
+        let from = bench.checkpoint(from, &format!("1-{step}"));
         let mut arguments = vec!["--resume", &from];
         arguments.extend(steps("train.steps=6", "train.seed=1"));
         Finished::of(&mut bench.train("out", &arguments))
@@ -202,16 +199,18 @@ async fn a_run_that_overflows_float32_fails_as_diverged_without_a_bad_checkpoint
     for ranks in ["1", "2"] {
         let out = format!("out-{ranks}");
         let ranks_set = format!("parallel.ranks={ranks}");
-        let sets = [
+        let sets = sets(&[
             "model.arch=resnet18",
             "data.image_size=16",
             "train.epochs=",
             "train.steps=40",
             "train.global_batch_size=8",
             "train.lr=100",
-        ];
-        let more = ["train.momentum=0.95", "train.schedule=constant", "checkpoint.every_steps=5", &ranks_set];
-        let sets: Vec<_> = sets.iter().chain(&more).flat_map(|set| ["--set", *set]).collect();
+            "train.momentum=0.95",
+            "train.schedule=constant",
+            "checkpoint.every_steps=5",
+            &ranks_set,
+        ]);
         Finished::of(&mut bench.train(&out, &sets))
             .assert_fails(1, &["training has diverged at step ", "lower train.lr"]);
         let mut models = 0;
@@ -241,7 +240,7 @@ async fn the_head_of_pretrained_weights_is_replaced_for_other_classes() {
         }
     }
     // 80 pictures give 2 steps per epoch, 120 give 3.
-    let weights = format!("model.pretrained={}", bench.out("two").join("checkpoints/2-4").display());
+    let weights = format!("model.pretrained={}", bench.checkpoint("two", "2-4"));
     let three_classes = [&two_classes[..], &["--set", &weights]].concat();
     let output = bench.train_to_success("three", &three_classes);
     assert!(output.contains("its fc.weight is [2, 64], this job's is [3, 64]"), "{output}");
@@ -291,20 +290,17 @@ async fn diverged_weights_are_refused_with_file_and_tensor() {
 async fn a_checkpoint_of_another_network_or_other_classes_is_not_called_damaged() {
     let bench = Bench::new().await;
     bench.train_to_success("out", &[]);
-    let checkpoint = bench.out("out").join("checkpoints/1-7");
+    let checkpoint = bench.checkpoint("out", "1-7");
     let class_names = bench.folder.path().join("fashion-400-100/classes.txt");
     let resume = |out: &str, sets: &[&str]| {
-        let sets = sets.iter().flat_map(|set| ["--set", *set]);
-        let more: Vec<_> =
-            ["--resume", checkpoint.to_str().expect("a path")].into_iter().chain(sets).collect();
+        let more = [&["--resume", &checkpoint][..], &super::sets(sets)].concat();
         let refused = Finished::of(&mut bench.train(out, &more));
         refused.assert_fails(1, &["checkpoints/1-7 does not fit this job"]);
         assert!(!refused.stderr.contains("damaged"), "{}", refused.stderr);
         refused.stderr
     };
     // A checkpoint beyond the last step is refused, too: otherwise the run would succeed without training.
-    let later = bench.out("out").join("checkpoints/2-21");
-    let more = ["--resume", later.to_str().expect("a path"), "--set", "train.epochs=1"];
+    let more = ["--resume", &bench.checkpoint("out", "2-21"), "--set", "train.epochs=1"];
     Finished::of(&mut bench.train("past", &more))
         .assert_fails(1, &["2-21 is of step 21 and the training ends at step 12"]);
     let error = resume("deeper", &["model.arch=resnet32"]);

@@ -1,6 +1,6 @@
 //! Checkpoints whose parts are written by all ranks (`checkpoint.sharded`).
 
-use super::{Bench, assert_success};
+use super::{Bench, assert_success, sets};
 use crate::{
     pictures,
     server::lockstep,
@@ -24,11 +24,12 @@ const HYBRID: [&str; 5] = [
     "train.ema_decay=0.5",
     "train.ema_steps=1",
 ];
+const SHARDED: [&str; 2] = ["parallel.ranks=2", "checkpoint.sharded=true"];
 /// The last checkpoint.
 const LAST: &str = "1-12";
 
-fn run(bench: &Bench, out: &str, sets: &[&str], more: &[&str]) -> Output {
-    let sets: Vec<_> = COMMON.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();
+fn run(bench: &Bench, out: &str, changes: &[&str], more: &[&str]) -> Output {
+    let sets = sets(&[&COMMON[..], changes].concat());
     bench.train(out, &[&sets[..], more].concat()).output().expect("it runs")
 }
 
@@ -188,11 +189,10 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
 #[tokio::test]
 async fn a_rank_killed_while_writing_loses_only_that_checkpoint() {
     let bench = Bench::new().await;
-    let sets = ["parallel.ranks=2", "checkpoint.sharded=true"];
-    assert_success(&run(&bench, "undisturbed", &sets, &[]));
+    let arguments = sets(&[&COMMON[..], &SHARDED].concat());
+    assert_success(&run(&bench, "undisturbed", &SHARDED, &[]));
     for point in ["checkpoint.model", "checkpoint.optimizer", "checkpoint.manifest", "checkpoint.synced"] {
         let mark = bench.folder.path().join(format!("{point}.mark"));
-        let arguments: Vec<_> = COMMON.iter().chain(&sets).flat_map(|set| ["--set", *set]).collect();
         let mut command = bench.train(point, &arguments);
         // The first rank that reaches the point in its second checkpoint is killed; only rank 0 reaches the last two points.
         command.env("LOCKSTEP_FAULT", format!("{point}:kill@2:{}", mark.display()));
@@ -204,7 +204,7 @@ async fn a_rank_killed_while_writing_loses_only_that_checkpoint() {
         };
         let listed: Vec<_> = checkpoints().into_iter().filter(|name| !name.starts_with('.')).collect();
         assert_eq!(listed, ["1-4"], "{point}: {output}");
-        let output = assert_success(&run(&bench, point, &sets, &["--resume", "latest"]));
+        let output = assert_success(&run(&bench, point, &SHARDED, &["--resume", "latest"]));
         assert!(output.contains("continuing from checkpoint 1-4 at step 4"), "{point}: {output}");
         assert!(checkpoints().iter().all(|name| !name.starts_with(".tmp")), "{point}: {:?}", checkpoints());
         let [last, expected] = [point, "undisturbed"].map(|out| export(&bench, out, LAST, "model"));
@@ -215,13 +215,11 @@ async fn a_rank_killed_while_writing_loses_only_that_checkpoint() {
 #[tokio::test]
 async fn a_rank_s_full_disk_fails_a_checkpoint_and_delays_the_last() {
     let bench = Bench::new().await;
-    let sets = ["parallel.ranks=2", "checkpoint.sharded=true"];
-    let arguments: Vec<_> = COMMON.iter().chain(&sets).flat_map(|set| ["--set", *set]).collect();
     // One rank cannot write its part of 1-8. One rank cannot write its part of the last checkpoint, which is retried.
     let marks = [2, 3].map(|time| bench.folder.path().join(format!("{time}")));
     let faults = [(2, &marks[0]), (3, &marks[1])]
         .map(|(time, mark)| format!("checkpoint.model:error@{time}:{}", mark.display()));
-    let mut command = bench.train("full", &arguments);
+    let mut command = bench.train("full", &sets(&[&COMMON[..], &SHARDED].concat()));
     command.env("LOCKSTEP_FAULT", faults.join(","));
     let output = assert_success(&command.output().expect("it runs"));
     assert!(marks.iter().all(|mark| mark.exists()), "{output}");

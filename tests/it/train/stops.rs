@@ -1,6 +1,6 @@
 //! Runs that are stopped or whose ranks die: what is saved and reported, and how the runs continue.
 
-use super::Bench;
+use super::{Bench, sets};
 use crate::pictures;
 use std::{
     fs,
@@ -82,9 +82,10 @@ fn interrupt(mut child: Child) -> (String, Duration) {
     (String::from_utf8_lossy(&output.stderr).into_owned(), signalled.elapsed())
 }
 
-fn state(bench: &Bench, out: &str, checkpoint: &str) -> serde_json::Value {
-    let path = bench.out(out).join("checkpoints").join(checkpoint).join("state.json");
-    serde_json::from_slice(&fs::read(path).expect("a state")).expect("JSON")
+/// `state.json` of a checkpoint.
+pub(super) fn state(bench: &Bench, out: &str, checkpoint: &str) -> serde_json::Value {
+    let state = fs::read(format!("{}/state.json", bench.checkpoint(out, checkpoint))).expect("a state");
+    serde_json::from_slice(&state).expect("JSON")
 }
 
 #[tokio::test]
@@ -94,8 +95,7 @@ async fn an_evaluation_interrupted_by_a_stop_is_repeated_by_the_next_run() {
     let folder = bench.folder.path().join("long");
     fs::create_dir(&folder).expect("a folder");
     let dataset = format!("data.dataset={:?}", pictures::idx_dataset(&folder, 8000, 100));
-    let sets = [dataset.as_str(), "data.image_size=12", "data.validation=0.95", "checkpoint.every_steps=12"];
-    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", *set]).collect();
+    let sets = sets(&[&dataset, "data.image_size=12", "data.validation=0.95", "checkpoint.every_steps=12"]);
     let whole = bench.train_to_success("whole", &sets);
     for ranks in ["2", "1"] {
         let out = &format!("parts of {ranks}");

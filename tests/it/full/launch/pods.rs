@@ -1,9 +1,10 @@
 //! Agents in the pods of a Kubernetes Job, with a simulated API server.
 
-use super::{batch::until_past_step, endless, server, short, stop, submit, valid_agent_tokens};
+use super::{agents_of, batch::until_past_step, endless, server, short, stop, submit, valid_agent_tokens};
 use crate::{
     cluster::{Kubernetes, command_lines, find_program},
     pages,
+    separate_disks::uploaded_step,
     server::{Finished, Server, lockstep, number},
 };
 use serde_json::{Value, json};
@@ -87,8 +88,7 @@ async fn two_pods_train_a_job_and_end_after_it() {
     let done = Finished::of(&mut cluster.launch(&server, &id, &["--nodes", "2"]));
     done.ok();
     server.wait_for_success(&id).await;
-    let shown = server.cli(&["show", &id]);
-    let agents = shown.ok().lines().find(|line| line.starts_with("on ")).unwrap_or_default().to_owned();
+    let agents = agents_of(&server, &id);
     for index in [0, 1] {
         let name = format!("launch-{}-{index}", &id[id.len() - 6..]);
         assert!(agents.contains(&name), "both pods ran it: {agents}");
@@ -151,7 +151,7 @@ async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
     let job = cluster.objects("Job").await.remove(0);
     assert_eq!(job["metadata"]["annotations"]["somebody"], "else", "other clients' annotations are kept");
     assert_eq!(job["status"]["failed"], 0, "{job:#}");
-    let saved_step = newest_step(&server, &id).await;
+    let saved_step = uploaded_step(&server, &id).await;
     assert!(saved_step >= step, "{saved_step} and {step}");
     server.cli(&["resume", &id]).ok();
     let step = number(&until_past_step(&server, &id, 2, saved_step).await["step"]);
@@ -160,9 +160,9 @@ async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
     server.wait_for_job(&id, "the job is queued again", |job| job["state"] == "queued").await;
     // The agent uploads the checkpoint before it ends, as its disk is deleted with the pod.
     server
-        .until("the checkpoint is uploaded", async |server: &Server| newest_step(server, &id).await >= step)
+        .until("the checkpoint is uploaded", async |server: &Server| uploaded_step(server, &id).await >= step)
         .await;
-    let saved_step = newest_step(&server, &id).await;
+    let saved_step = uploaded_step(&server, &id).await;
     following.wait_for_output(&server, ": suspended").await;
     cluster.act("suspend", json!({"suspend": false})).await;
     until_past_step(&server, &id, 3, saved_step).await;
@@ -172,13 +172,6 @@ async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
     assert!(!status.success() && output.contains("the job is paused: Kubernetes' Job"), "{output}");
     assert_eq!(valid_agent_tokens(&server).await, 0, "the agents' tokens are revoked");
     stop(cluster, server).await;
-}
-
-/// The step of the newest checkpoint on the server.
-pub(super) async fn newest_step(server: &Server, id: &str) -> u64 {
-    let checkpoints = server.checkpoints(id).await;
-    let on_server = checkpoints.iter().filter(|one| !one["uploading_from"].is_string());
-    on_server.map(|one| number(&one["step"])).max().expect("a checkpoint")
 }
 
 #[tokio::test]

@@ -3,11 +3,12 @@
 use super::{
     batch::until_past_step,
     endless,
-    pods::{Following, newest_step, of_kind},
+    pods::{Following, of_kind},
     server, stop, submit, valid_agent_tokens,
 };
 use crate::{
     cluster::Kubernetes,
+    separate_disks::uploaded_step,
     server::{Finished, Server, number},
 };
 use serde_json::{Value, json};
@@ -46,7 +47,7 @@ async fn pods_of_a_paused_job_run_until_its_checkpoint_is_on_the_server() {
     server.cli(&["pause", &id]).ok();
     fs::remove_file(&uploads).expect("the file");
     cluster.until("the Job is suspended", |all| of_kind(all, "Job")[0]["spec"]["suspend"] == true).await;
-    assert!(newest_step(&server, &id).await >= step, "the checkpoint is on the server before the pod ends");
+    assert!(uploaded_step(&server, &id).await >= step, "the checkpoint is on the server before the pod ends");
     server.cli(&["cancel", &id]).ok();
     cluster.until("all objects are gone", |all| all.is_empty()).await;
     following.end();

@@ -63,7 +63,7 @@ pub(super) async fn find_row(store: &dyn Store, id: &JobId) -> Result<JobRow> {
 /// Reads a job, with its position in the queue.
 pub(crate) async fn find(scheduler: &Scheduler, id: &str) -> Result<Job> {
     let mut job = find_row(&*scheduler.store, &parse_job_id(id)?).await?.job;
-    scheduler.last_plan.fill_in(&mut job);
+    scheduler.fill_in(&mut job);
     Ok(job)
 }
 
@@ -78,7 +78,7 @@ pub(super) async fn job_for(scheduler: &Scheduler, caller: &Caller, row: JobRow)
         let is_visible = ownership.is_some_and(|ownership| caller.sees_owned(&ownership));
         job.parent = is_visible.then_some(parent);
     }
-    scheduler.last_plan.fill_in(&mut job);
+    scheduler.fill_in(&mut job);
     Ok(job)
 }
 

@@ -19,7 +19,7 @@ use std::io::{self, IsTerminal as _};
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
-    file: sweep::FileArgs,
+    file: job_file::FileArgs,
     /// Project of the job, instead of the file's
     #[arg(long)]
     project: Option<String>,

@@ -153,7 +153,7 @@ pub(crate) async fn list(
         job.last.others.retain(|name, _| metrics.contains(&name.as_str()));
         scheduler.fill_in(job);
     }
-    if fields.as_ref().is_none_or(|fields| fields.has("diagnosis")) {
+    if fields.as_ref().is_none_or(|fields| fields.has("trained_validation")) {
         diagnosis::mark_trained_validation(&*scheduler.store, &mut page.jobs).await?;
     }
     let total = match query.count {

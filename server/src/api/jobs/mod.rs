@@ -82,9 +82,10 @@ pub(super) async fn job_for(scheduler: &Scheduler, caller: &Caller, row: JobRow)
     Ok(job)
 }
 
-/// Same as [`job_for`], with the diagnosis.
+/// Same as [`job_for`], with the diagnosis and [`Job::trained_validation`].
 async fn diagnose(metrics: &Metrics, scheduler: &Scheduler, caller: &Caller, row: JobRow) -> Result<Job> {
     let mut job = job_for(scheduler, caller, row).await?;
+    diagnosis::mark_trained_validation(&*scheduler.store, std::slice::from_mut(&mut job)).await?;
     job.diagnosis = diagnosis::find(metrics, &*scheduler.store, &job).await?;
     Ok(job)
 }

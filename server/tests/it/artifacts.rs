@@ -381,13 +381,13 @@ async fn an_adopted_store_s_newer_checkpoints_are_used() {
     drop(agent);
     let url = store.path().to_str().unwrap().to_owned();
     // The backup was made while a file of the first checkpoint was uploaded.
-    let copies = format!(
-        "INSERT INTO checkpoint_copies (checkpoint_id, location, state, parts) VALUES ('{id}-1-10', '{url}', 'copying', 'a b'), \
-         ('{id}-1-10', 'server', 'damaged', NULL)"
+    let damaged = format!(
+        "INSERT INTO checkpoint_copies (checkpoint_id, location, state) VALUES ('{id}-1-10', 'server', 'damaged')"
     );
     for change in [
-        "DELETE FROM checkpoint_copies",
-        &copies,
+        "DELETE FROM checkpoint_copies WHERE checkpoint_id LIKE '%-20' OR location LIKE 'agent:%'",
+        "UPDATE checkpoint_copies SET state = 'copying', manifest = NULL, parts = 'a b'",
+        &damaged,
         "DELETE FROM checkpoints WHERE step = 20",
         "UPDATE artifact_stores SET marker = 'restored ' || marker",
     ] {

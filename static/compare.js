@@ -158,8 +158,8 @@ new Stream({
     const known = message.type === "job" ? jobs.get(message.job.id) : null;
     if (message.type === "live") reloadJobs().catch(() => {});
     if (!known || known.last_seq > message.job.last_seq) return;
-    // Jobs of the stream have no diagnosis.
-    message.job.diagnosis ??= known.diagnosis;
+    // Jobs of the stream do not tell whether the initial weights were trained on the validation pictures.
+    message.job.trained_validation ??= known.trained_validation;
     jobs.set(known.id, message.job);
     curves.markOutdated(known.id);
     areCurvesOutdated = true;

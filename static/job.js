@@ -167,7 +167,7 @@ const NEXT_VALUE = {
  * with a setting that the text names: with the text's value (`train.lr = 0.01`), or with the next value. Only `GET /jobs/{id}` and the
  * rendered page have this text, not the stream. The reason of a failed job, which the banner shows, may also name a setting and its value.
  */
-function showDiagnosis({ id, spec, state, reason, diagnosis = "" }) {
+function showDiagnosis({ id, spec, state, reason, diagnosis = "", trained_validation: trainedValidation = "" }) {
   const failure = state === "failed" && reason?.match(/\bSet (?:train|data)\.[a-z_]+ = "[a-z_]+"/)?.[0];
   const advice = `${diagnosis} ${failure || ""}`, named = new Map();
   for (const [, key, value] of advice.matchAll(/((?:train|data|model|loss)\.[a-z_]+)(?: = "?([\d.]*\d|[a-z_]+\d*))?/g)) named.set(key, named.get(key) ?? value);
@@ -180,6 +180,7 @@ function showDiagnosis({ id, spec, state, reason, diagnosis = "" }) {
   });
   byId("diagnosis").replaceChildren(...diagnosis ? [diagnosis, ...links] : links.slice(1));
   byId("diagnosis").hidden = !diagnosis && !links.length;
+  byId("diagnosis").dataset.trainedValidation = trainedValidation;
 }
 
 /** Called after an evaluation: reads and shows whether the accuracy of a running job improves. */

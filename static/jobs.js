@@ -201,8 +201,8 @@ function receive(job) {
 
 function show(job) {
   const known = jobs.get(job.id);
-  // Jobs from the stream have no diagnosis.
-  if (known) known.diagnosis = job.diagnosis ??= known.diagnosis;
+  // Only lists tell whether the initial weights were trained on the validation pictures.
+  if (known) known.trained_validation = job.trained_validation ??= known.trained_validation;
   if (known && known.last_seq > job.last_seq) return;
   if (!fits(job, filter())) return remove(job.id);
   notifyOfEnd(job);

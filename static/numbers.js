@@ -29,10 +29,7 @@ export const accuracyOf = (share, pictures, digits = 1) => `${percent(share, dig
  */
 export const uncertainty = (share, pictures) => (pictures > 0 && pictures < FEW_PICTURES ? `${standardError(share, pictures)} of ${pictures}` : "");
 
-/** Returns the sentence of a diagnosis about validation pictures that the initial weights were trained on; empty if there is none. */
-export const trainedValidation = (diagnosis) => /^[^.]* were training pictures of the run that the weights are from[^.]*\./.exec(diagnosis ?? "")?.[0] ?? "";
-
-/** Formats the number with which this sentence begins, to follow an accuracy: `, 101 trained on`. */
+/** Formats the number with which a job's `trained_validation` begins, to follow an accuracy: `, 101 trained on`. */
 export const trainedMark = (sentence) => (sentence ? `, ${sentence.split(" ", 1)[0]} trained on` : "");
 
 /** Formats a loss or a learning rate. */

@@ -158,7 +158,7 @@ pub enum ToAgent {
     Refused {
         reason: String,
         /// Whether the reason is temporary, so that the agent retries.
-        may_pass: bool,
+        is_temporary: bool,
     },
     HeartbeatAck,
     /// These records are stored on disk.

@@ -197,10 +197,14 @@ pub struct Job {
     /// A few sentences about the results, for a person; absent if nothing can be said. For a job that succeeded and was validated: why the
     /// validation accuracy is low or uncertain, and what to change, or that training and validation accuracy agree. For a running job:
     /// that the training loss has exploded (from the first validation on), and whether the validation accuracy improves (from the second
-    /// on). For a job whose training diverged: the learning rate to try. Only in `GET /jobs/{id}`. If validation pictures were training
-    /// pictures of the run that the weights are from, the text begins with a sentence that says so, which `GET /jobs` has, too.
+    /// on). For a job whose training diverged: the learning rate to try. Begins with `trained_validation`, if the job has it, unless the
+    /// training loss has exploded. Only in `GET /jobs/{id}`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub diagnosis: Option<String>,
+    /// If validation pictures were training pictures of the run that the weights are from, a sentence that says so and begins with their
+    /// number. Only in `GET /jobs` and `GET /jobs/{id}`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trained_validation: Option<String>,
     /// The newest value of every metric.
     pub last: LastValues,
     /// Sequence number of the newest event.

@@ -3,7 +3,7 @@
 use super::{
     WrongRequest,
     api::{Api, format_mistake},
-    dataset, file, output, usage_error,
+    dataset, file, output, sweep, usage_error,
 };
 use lockstep_engine::plan;
 use lockstep_protocol::{
@@ -18,6 +18,35 @@ use std::{
 
 /// Maximum size of a job file. The server has the same limit for a specification.
 const JOB_FILE_BYTES: u64 = 1 << 20;
+
+/// A job file, and options that change it or make it a sweep.
+#[derive(clap::Args)]
+pub(crate) struct FileArgs {
+    /// The job's specification, a TOML file
+    #[arg(value_name = "JOB.toml")]
+    pub(crate) job: PathBuf,
+    /// Change a key of the specification, such as train.lr=0.1 (may be repeated); an empty value, as in train.epochs=, removes the key
+    #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
+    sets: Vec<String>,
+    /// A sweep with a trial for each of these values of a key (may be repeated: a trial for each combination of values)
+    #[arg(long = "sweep", value_name = "KEY.PATH=V1,V2,...")]
+    sweeps: Vec<String>,
+    /// Cross-validation: a sweep with a trial for each of K stratified folds of the training pictures (data.folds, data.fold)
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(2..=100))]
+    pub(crate) folds: Option<u32>,
+}
+
+impl FileArgs {
+    /// Returns the file's document with the changes.
+    ///
+    /// # Errors
+    /// Exit status 2.
+    pub(crate) fn read(&self) -> anyhow::Result<Value> {
+        let mut document = read_document(&self.job, &self.sets)?;
+        sweep::write_grid(&self.job, &mut document, &self.sweeps, self.folds)?;
+        Ok(document)
+    }
+}
 
 /// What [`replace_dataset_paths`] does with a path at which no dataset is registered.
 #[derive(Clone, Copy, PartialEq, Eq)]

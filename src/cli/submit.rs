@@ -19,7 +19,7 @@ use std::io::{self, IsTerminal as _};
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
-    file: sweep::FileArgs,
+    file: job_file::FileArgs,
     /// Project of the job, instead of the file's
     #[arg(long)]
     project: Option<String>,
@@ -31,7 +31,7 @@ pub(crate) struct Args {
     notes: Option<String>,
     /// Show the progress of the job or sweep until it ends, even without a terminal; exit with status 1 if the job does not succeed, the
     /// sweep does not finish, or a trial that the sweep does not end early does not succeed. With --json, print each event of a job as a
-    /// line and the job as the last line, with `"type": "job"`, or only the sweep at its end
+    /// line and the job as the last line, with `"type": "job"`, or the sweep at its end as the only line
     #[arg(long)]
     watch: bool,
     /// Print only the id and URL, even on a terminal

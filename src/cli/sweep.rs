@@ -10,36 +10,7 @@ use lockstep_protocol::{
     },
 };
 use serde_json::{Map, Value, json};
-use std::path::{Path, PathBuf};
-
-/// A job file, and options that change it or make it a sweep.
-#[derive(clap::Args)]
-pub(crate) struct FileArgs {
-    /// The job's specification, a TOML file
-    #[arg(value_name = "JOB.toml")]
-    pub(crate) job: PathBuf,
-    /// Change a key of the specification, such as train.lr=0.1 (may be repeated); an empty value, as in train.epochs=, removes the key
-    #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
-    sets: Vec<String>,
-    /// A sweep with a trial for each of these values of a key (may be repeated: a trial for each combination of values)
-    #[arg(long = "sweep", value_name = "KEY.PATH=V1,V2,...")]
-    sweeps: Vec<String>,
-    /// Cross-validation: a sweep with a trial for each of K stratified folds of the training pictures (data.folds, data.fold)
-    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(2..=100))]
-    pub(crate) folds: Option<u32>,
-}
-
-impl FileArgs {
-    /// Returns the file's document with the changes.
-    ///
-    /// # Errors
-    /// Exit status 2.
-    pub(crate) fn read(&self) -> anyhow::Result<Value> {
-        let mut document = job_file::read_document(&self.job, &self.sets)?;
-        write_grid(&self.job, &mut document, &self.sweeps, self.folds)?;
-        Ok(document)
-    }
-}
+use std::path::Path;
 
 /// Checks a file with a section `sweep` locally. Returns the number of its trials, or `None` for a file without this section.
 ///

@@ -133,7 +133,7 @@ pub(crate) fn announce(api: &Api, sweep: &Sweep, as_json: bool) -> anyhow::Resul
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Follows a sweep until it ends: prints a line for each trial that ends, then the best trial, or the mean of the folds of a
-/// cross-validation. With `as_json`, prints only the final sweep.
+/// cross-validation. With `as_json`, prints only the final sweep, as a line.
 ///
 /// # Errors
 /// A trial did not succeed, the sweep did not finish, or the server was unreachable for too long.
@@ -167,7 +167,7 @@ pub(crate) async fn follow_to_end(api: &Api, mut sweep: Sweep, as_json: bool) ->
         }
     }
     if as_json {
-        output::json(&sweep)?;
+        output::line(serde_json::to_string(&sweep)?)?;
     } else {
         output::line(describe(&sweep))?;
         if is_cross_validation(&sweep) {

@@ -29,7 +29,7 @@ use std::path::Path;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
-    file: sweep::FileArgs,
+    file: job_file::FileArgs,
     #[command(flatten)]
     server: ServerArgs,
 }

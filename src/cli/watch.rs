@@ -17,8 +17,7 @@ use lockstep_protocol::{
 use progress::Progress;
 use std::time::{Duration, Instant};
 
-/// Interval between two requests for a job that has no events: for its place in the queue, which depends on other jobs, or for the reason
-/// why its events cannot be stored.
+/// Interval between two polls of a job that has no events: its place in the queue depends on other jobs, and its events may not be stored.
 const QUEUE_INTERVAL: Duration = Duration::from_secs(2);
 /// Interval between two requests for a job whose state is about to change.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
@@ -61,7 +60,7 @@ pub(crate) async fn show_to_end(api: &Api, job: Job, as_json: bool) -> anyhow::R
 /// The job did not succeed, or the connection to the server was lost.
 pub(crate) async fn follow_to_end(api: &Api, job: Job, as_json: bool) -> anyhow::Result<Job> {
     let mut progress = Progress::new(&job, as_json);
-    progress.show_place(&job)?;
+    progress.show_job(&job)?;
     let job = follow(api, job, &mut progress).await?;
     progress.finish();
     if as_json {
@@ -112,13 +111,13 @@ pub(crate) trait Display {
     /// Prints a line to standard error.
     fn warn(&self, text: &str);
 
-    /// Whether to ask the server for the job while no event arrives.
-    fn asks_for_place(&self) -> bool {
+    /// Whether the job must be polled while no event arrives.
+    fn needs_polling(&self) -> bool {
         false
     }
 
-    /// Shows the job's place in the queue, and why nothing is reported.
-    fn show_place(&mut self, _job: &Job) -> anyhow::Result<()> {
+    /// Shows a polled job: its place in the queue, or why its events cannot be stored.
+    fn show_job(&mut self, _job: &Job) -> anyhow::Result<()> {
         Ok(())
     }
 }
@@ -138,12 +137,12 @@ pub(crate) async fn follow(api: &Api, job: Job, display: &mut impl Display) -> a
         let error = match api.open_stream(&job, since).await {
             Err(error) => Some(error),
             Ok(mut stream) => loop {
-                let received = if display.asks_for_place() {
+                let received = if display.needs_polling() {
                     match tokio::time::timeout(QUEUE_INTERVAL, stream.next()).await {
                         Ok(received) => received,
                         Err(_) => match api.get(&format!("/jobs/{}", job.id)).await {
                             Ok(job) => {
-                                display.show_place(&job)?;
+                                display.show_job(&job)?;
                                 continue;
                             }
                             Err(error) => Err(error),

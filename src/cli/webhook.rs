@@ -51,16 +51,9 @@ pub(crate) fn run(action: Action) -> anyhow::Result<()> {
             Action::Add { url, form, project, event, server } => {
                 let events = Some(event).filter(|events| !events.is_empty());
                 let body = json!({ "url": url, "form": form, "project": project, "events": events });
-                let api = server.api()?;
-                let webhook: Value = api.post("/webhooks", &body).await?;
-                if let Some(project) = body["project"].as_str() {
-                    let query = [("project", project.to_owned())];
-                    // The secret must be printed even if the jobs cannot be listed.
-                    let jobs = api.read_pages("/jobs", &query, Some(1)).await;
-                    if jobs.is_ok_and(|jobs| jobs.is_empty()) {
-                        output::warn(format_args!("warning: no job has the project {project:?} yet"));
-                    }
-                }
+                let webhook: Value = server.api()?.post("/webhooks", &body).await?;
+                let warnings: Option<Vec<String>> = serde_json::from_value(webhook["warnings"].clone())?;
+                output::warn_each(&warnings.unwrap_or_default());
                 if server.json {
                     return output::json(&webhook);
                 }

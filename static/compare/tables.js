@@ -9,7 +9,7 @@ import { writeShortened } from "../cut.js";
 import { readUrl, writeUrl } from "../address.js";
 import { formatSetting } from "../settings.js";
 import { stateWords } from "../job/states.js";
-import { trainedMark, trainedValidation, uncertainty } from "../numbers.js";
+import { trainedMark, uncertainty } from "../numbers.js";
 
 /** Columns of the table of results. `get(job)`: the value, also for sorting. */
 const COLUMNS = [
@@ -71,7 +71,7 @@ export class Tables {
         if (i) setText(cell, typeof v === "number" && Number.isNaN(v) ? "–" : format(v));
         if (typeof v === "number") cell.title = String(v);
         if (NEWEST.includes(name) && Number.isFinite(v) && !job.finished_at) cell.append(make("small", { className: "muted", textContent: " so far" }));
-        if (VALIDATED.includes(name) && Number.isFinite(v)) cell.append(make("small", { className: "small uncertainty", textContent: uncertainty(v, job.last.val_pictures) + trainedMark(trainedValidation(job.diagnosis)), title: trainedValidation(job.diagnosis) }));
+        if (VALIDATED.includes(name) && Number.isFinite(v)) cell.append(make("small", { className: "small uncertainty", textContent: uncertainty(v, job.last.val_pictures) + trainedMark(job.trained_validation), title: job.trained_validation ?? "" }));
         row.append(cell);
       });
       row.append(make("td", { className: "num" }, makeButton("Leave out", () => this.remove(job.id), { "aria-label": `Leave out ${titleOf(job, this.jobs())}` })));

@@ -1,7 +1,7 @@
 // Predictions of a checkpoint for pictures that the reader drops on the page.
 
 import { Problem, ask, byId, make, errorText, setMessage, setText } from "../page.js";
-import { accuracyOf, nouns, percent, plural, trainedValidation } from "../numbers.js";
+import { accuracyOf, nouns, percent, plural } from "../numbers.js";
 import { readUrl } from "../address.js";
 
 /** Number of most probable classes that are listed for a picture. */
@@ -83,7 +83,7 @@ export class Classify {
 /** Formats the validation accuracy of a checkpoint. Empty if the checkpoint was not validated. */
 function validationAccuracy(checkpoint) {
   const { val_accuracy: accuracy, validation } = checkpoint;
-  return accuracy == null || !validation ? "" : `Validation accuracy of this checkpoint: ${accuracyOf(accuracy, validation.pictures)} ${nouns(validation.pictures, "picture")}. ${trainedValidation(byId("diagnosis").textContent)}`.trim();
+  return accuracy == null || !validation ? "" : `Validation accuracy of this checkpoint: ${accuracyOf(accuracy, validation.pictures)} ${nouns(validation.pictures, "picture")}. ${byId("diagnosis").dataset.trainedValidation ?? ""}`.trim();
 }
 
 async function card(prediction, file, checkpoint) {

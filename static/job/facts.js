@@ -75,9 +75,9 @@ export class Facts {
     bar.value = Math.min(step, total);
     bar.dataset.state = job.state;
 
-    const ranSecs = isOver ? job.ran_secs ?? null : null, secsLeft = job.state === "running" ? job.eta_secs : null, secs = ranSecs ?? secsLeft;
-    setText(byId("left").closest("div").querySelector("dt"), ranSecs === null ? "Left" : "Ran for");
-    setFact("left", secs === null ? "–" : clock(secs), secsLeft > 60 ? `until ${timeAndDay(now + 1000 * secsLeft, 5, now)}` : "");
+    const secs = isOver ? job.ran_secs : job.state === "running" ? job.eta_secs : null;
+    setText(byId("left").closest("div").querySelector("dt"), isOver ? "Ran for" : "Left");
+    setFact("left", secs == null ? "–" : clock(secs), !isOver && secs > 60 ? `until ${timeAndDay(now + 1000 * secs, 5, now)}` : "");
     const speed = job.images_per_second;
     setFact("speed", speed ? rate(speed) : "–", speed && this.#rankCount > 1 ? `${rate(speed / this.#rankCount)} per rank` : "");
     const newestLoss = loss && Number.isFinite(loss.newestValue) ? loss.newestValue : job.last.loss;

@@ -2,7 +2,7 @@
 // next visit.
 
 import { writeShortened, NARROW } from "../cut.js";
-import { count, rate, trainedValidation, uncertainty } from "../numbers.js";
+import { count, rate, uncertainty } from "../numbers.js";
 import { ask, byId, makeClosable, make, makeButton, Problem, errorText, store, readStored, setText } from "../page.js";
 import { fullKey, flatten, setting, formatSetting } from "../settings.js";
 import { ALL } from "../job/names.js";
@@ -128,7 +128,7 @@ export class Columns {
     for (const cell of row.querySelectorAll(".c-extra")) {
       const text = valueOf(job, cell.dataset.key);
       writeShortened(cell.firstChild, text, NARROW);
-      setText(cell.lastChild, cell.dataset.key === "val_accuracy" && text ? uncertainty(job.last.val_accuracy, job.last.val_pictures) + (trainedValidation(job.diagnosis) && " *") : "");
+      setText(cell.lastChild, cell.dataset.key === "val_accuracy" && text ? uncertainty(job.last.val_accuracy, job.last.val_pictures) + (job.trained_validation ? " *" : "") : "");
     }
   }
 

@@ -246,8 +246,8 @@ export class Groups {
   handleJob(job) {
     const known = this.jobs.get(job.id);
     if (known && known.last_seq <= job.last_seq) {
-      // Jobs of the stream have no diagnosis.
-      job.diagnosis ??= known.diagnosis;
+      // Jobs of the stream do not tell whether the initial weights were trained on the validation pictures.
+      job.trained_validation ??= known.trained_validation;
       this.jobs.set(job.id, job);
       for (const { rows, group } of this.#shown.values()) {
         const row = rows.find((row) => row.dataset.id === job.id);

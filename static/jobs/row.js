@@ -3,7 +3,7 @@
 import { byId, make, serverNow, setText } from "../page.js";
 import { writeShortened, writeSentence } from "../cut.js";
 import { isFinal, stateWords, isWaiting } from "../job/states.js";
-import { age, clock, percent, plural, rate, trainedValidation, uncertainty, value } from "../numbers.js";
+import { age, clock, percent, plural, rate, uncertainty, value } from "../numbers.js";
 
 /** Maximum number of tags in a row. Further tags are only counted. */
 const MAX_TAGS = 4;
@@ -42,7 +42,7 @@ export function fillRow(row, job) {
   setText(element("loss"), job.last.loss == null ? "" : value(job.last.loss));
   element("loss").parentNode.title = job.external && job.last.loss == null ? "This column shows the metric “loss”, which the run has not logged." : "";
   setText(element("best"), job.best ? percent(job.best.value) : "");
-  const trained = trainedValidation(job.diagnosis);
+  const trained = job.trained_validation ?? "";
   setText(element("uncertainty"), job.best ? uncertainty(job.best.value, job.last.val_pictures) + (trained && " *") : "");
   element("uncertainty").title = trained;
   setText(element("speed"), job.images_per_second ? rate(job.images_per_second) : "");

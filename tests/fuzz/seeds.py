@@ -89,7 +89,7 @@ FROM_AGENT = [
 TO_AGENT = [
     {"type": "welcome", "heartbeat_secs": 2.0, "lease_secs": 30.0, "revoked": [ATTEMPT], "server_lock": None,
      "acknowledged": [ACKNOWLEDGED]},
-    {"type": "refused", "reason": "r", "may_pass": False},
+    {"type": "refused", "reason": "r", "is_temporary": False},
     {"type": "heartbeat_ack"},
     {"type": "ack", **ACKNOWLEDGED},
     {"type": "start", **START},

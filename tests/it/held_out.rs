@@ -91,13 +91,16 @@ async fn an_evaluation_reports_its_pictures_and_how_many_were_trained_on() {
         format!("{trained_on} of the {} validation pictures were training pictures", foreign["samples"]);
     log.assert_prints(&[&words]);
     let job = server.get(&format!("/jobs/{fork}")).await;
-    assert!(job["diagnosis"].as_str().is_some_and(|diagnosis| diagnosis.contains(&words)), "{job:#}");
+    for field in ["diagnosis", "trained_validation"] {
+        assert!(job[field].as_str().is_some_and(|text| text.starts_with(&words)), "{job:#}");
+    }
     // The list and the pages of models mark the accuracy, too.
-    let jobs = server.get("/jobs?fields=id,diagnosis").await;
-    let marked: Vec<_> =
-        jobs["jobs"].as_array().expect("a list").iter().filter(|job| !job["diagnosis"].is_null()).collect();
+    let jobs = server.get("/jobs?fields=id,trained_validation").await;
+    let marked =
+        jobs["jobs"].as_array().expect("a list").iter().filter(|job| !job["trained_validation"].is_null());
+    let marked: Vec<_> = marked.collect();
     assert!(matches!(marked[..], [marked] if marked["id"] == fork), "{jobs:#}");
-    assert!(marked[0]["diagnosis"].as_str().is_some_and(|sentence| sentence.starts_with(&words)), "{jobs:#}");
+    assert_eq!(marked[0]["trained_validation"], job["trained_validation"], "{jobs:#}");
     server.post("/models", &json!({"name": "leaked", "job": fork})).await;
     let mark = format!("{trained_on} trained on</span>");
     for (page, mark) in [("/jobs", " *</small>"), ("/models", &*mark), ("/models/leaked", &*mark)] {

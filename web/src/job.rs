@@ -270,7 +270,7 @@ impl JobPage {
         let empty = String::new;
         let is_length_known = job.total_steps > 0;
         let epochs = job.total_steps.div_ceil(job.steps_per_epoch.max(1));
-        let ran = job.ran_secs.filter(|_| job.state.is_final()).map(clock);
+        let is_over = job.state.is_final();
         Facts {
             step: job.step.min(job.total_steps),
             total_steps: job.total_steps.max(1),
@@ -286,8 +286,8 @@ impl JobPage {
             } else {
                 (dash(), empty())
             },
-            time_label: if ran.is_some() { "Ran for" } else { "Left" },
-            time: (ran.or(job.eta_secs.map(clock)).unwrap_or_else(dash), empty()),
+            time_label: if is_over { "Ran for" } else { "Left" },
+            time: (if is_over { job.ran_secs } else { job.eta_secs }.map_or_else(dash, clock), empty()),
             speed: match (job.images_per_second, job.rank_count_now()) {
                 (None, _) => (dash(), empty()),
                 (Some(all), ..=1) => (rate(all), empty()),

@@ -190,10 +190,11 @@ impl JobRow {
             uncertainty: job
                 .best
                 .map(|b| {
-                    uncertainty(b.value, job.last.val_pictures) + job.diagnosis.as_ref().map_or("", |_| " *")
+                    uncertainty(b.value, job.last.val_pictures)
+                        + job.trained_validation.as_ref().map_or("", |_| " *")
                 })
                 .unwrap_or_default(),
-            trained_validation: job.diagnosis.clone().unwrap_or_default(),
+            trained_validation: job.trained_validation.clone().unwrap_or_default(),
             speed: job.images_per_second.map(rate).unwrap_or_default(),
             age: age(job.created_at),
             created_at: job.created_at.to_string(),

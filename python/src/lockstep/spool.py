@@ -9,7 +9,6 @@ later. The empty file `sent` exists if a server had the run.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import secrets
@@ -178,8 +177,6 @@ class Sender:
         # Whether to send a run that was deleted on the server.
         self.sends_deleted = False
         self._file: BinaryIO = open(path / RECORDS, "rb")
-        # Replaces `run.json`, see `add_unwritten`.
-        self._run: Json | None = None
         # The number of the record at the file's position.
         self._next_number = 1
         # The fields of `run.json` that the server has; None before the first request.
@@ -194,13 +191,6 @@ class Sender:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
-
-    def add_unwritten(self, lines: bytes, run: Json) -> None:
-        """Adds the last records of a run and its `run.json`, which cannot be written to the folder."""
-        if self._run is None:
-            self._file.close()
-            self._file = io.BytesIO((self.path / RECORDS).read_bytes() + lines)
-            self._next_number, self._run = 1, run
 
     def begin(self) -> tuple[Json, bool]:
         """Makes the run on the server, or continues the run with this id. Returns the job, and whether it is new."""
@@ -244,12 +234,12 @@ class Sender:
         if self._server_fields is None:
             self._connect()
         # Read before the records: if the run has ended, all records are in the file.
-        run = self._run or read_run(self.path)
+        run = read_run(self.path)
         self._seek(self.acknowledged)
         before, self._refusal = self._next_number, None
         self._send_records()
-        # If the server has more records than the folder, the last changes were sent from memory and are newer.
-        is_older = self._run is None and self._next_number <= self.acknowledged
+        # If the server has more records than the folder, another folder has continued the run and has newer changes.
+        is_older = self._next_number <= self.acknowledged
         has_sent = not is_older and self._send_changes(run, *CHANGES)
         try:
             has_sent |= self._send_files()
@@ -267,7 +257,7 @@ class Sender:
 
     def send_end(self) -> None:
         """Sends the changes and the end of an ended run, while another thread uploads a file."""
-        self._send_changes(self._run or read_run(self.path), *CHANGES, END)
+        self._send_changes(read_run(self.path), *CHANGES, END)
 
     def _send_records(self) -> None:
         while lines := self._next_lines():

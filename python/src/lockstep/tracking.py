@@ -470,8 +470,7 @@ class Run:
             is_deleted = isinstance(self._failure, RunDeleted)
             if (self._sender_thread.is_alive() or self._failure is not None) and not is_deleted:
                 # The thread has written the reason.
-                lost = "the values that its folder lacks are lost" if self._is_unwritten() else "nothing is lost"
-                say(f"run {self.id} was not sent completely; {lost}. Send the rest by: {command}")
+                say(f"run {self.id} was not sent completely. Send the rest by: {command}")
             if self._sender_thread.is_alive():
                 return
         self._spool.close()
@@ -515,7 +514,8 @@ class Run:
                     self._has_data.set()
                     time.sleep(WRITE_SECS)
                 if tries_left == 0:
-                    return say(f"the folder of run {self.id} lacks the run's end, which cannot be written: {error}")
+                    lost = "its last values and its end" if self._unwritten else "its end"
+                    return say(f"run {self.id} has lost {lost}, because {self.dir} cannot be written: {error}")
             else:
                 if is_last:
                     return
@@ -546,20 +546,14 @@ class Run:
             raise
         self._has_written.set()
 
-    def _is_unwritten(self) -> bool:
-        """Whether the writer has ended before it could write everything."""
-        return bool(self._unwritten) or self._has_changed
-
     def _send_until_end(self, sender: Sender) -> None:
         assert self._writer_thread is not None
         pause, sent_at, ends_by = SEND_SECS, time.monotonic(), math.inf
         while True:
             self._has_written.clear()
             if is_last := self._ends.is_set():
-                # After the writer has ended, the folder is complete, unless its disk is full.
+                # After the writer has ended, the folder does not change.
                 self._writer_thread.join()
-                if self._is_unwritten():
-                    sender.add_unwritten(self._unwritten, json.loads(json.dumps(self._fields, default=str)))
                 ends_by = min(ends_by, time.monotonic() + FINISH_SECS)
             try:
                 if sender.send():

@@ -59,6 +59,9 @@ pub(crate) struct WebhookChange {
 pub(crate) struct MadeWebhook {
     /// The secret with which messages are signed. Only this response contains the secret.
     secret: String,
+    /// Warnings about the webhook, in words.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    warnings: Vec<String>,
     #[serde(flatten)]
     webhook: Webhook,
 }
@@ -179,6 +182,13 @@ async fn add(webhooks: &Webhooks, new: NewWebhook) -> Result<WebhookRow> {
     Ok(row)
 }
 
+/// Warns about a project that no job has, because its name may be mistyped.
+async fn project_warning(webhooks: &Webhooks, project: Option<&str>) -> Result<Option<String>> {
+    let Some(project) = project.filter(|project| !project.is_empty()) else { return Ok(None) };
+    let is_known = webhooks.store.projects(None).await?.iter().any(|known| known.name == project);
+    Ok((!is_known).then(|| format!("no job has the project {project:?} yet")))
+}
+
 async fn edit(webhooks: &Webhooks, id: &str, change: WebhookChange) -> Result<Webhook> {
     let _one_at_a_time = webhooks.change_lock.lock().await;
     let mut row = find(webhooks, id).await?;
@@ -217,9 +227,11 @@ pub(crate) async fn create(
     State(webhooks): State<Arc<Webhooks>>,
     Body(new, _): Body<NewWebhook>,
 ) -> Result<(StatusCode, Extension<AuditSubject>, Json<MadeWebhook>)> {
+    // Before the webhook is added, because the secret must be returned afterwards.
+    let warnings = project_warning(&webhooks, new.project.as_deref()).await?.into_iter().collect();
     let WebhookRow { webhook, secret } = add(&webhooks, new).await?;
     let subject = AuditSubject(webhook.id.clone());
-    Ok((StatusCode::CREATED, Extension(subject), Json(MadeWebhook { secret, webhook })))
+    Ok((StatusCode::CREATED, Extension(subject), Json(MadeWebhook { secret, warnings, webhook })))
 }
 
 /// Change a webhook

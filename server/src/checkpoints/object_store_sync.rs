@@ -228,7 +228,7 @@ async fn delete(checkpoints: &Checkpoints, object_store: &ObjectStoreState, id: 
         let failed = "the objects of a checkpoint cannot be deleted";
         deleted.map_err(|error| SyncError::Failed(failed, describe(&error)))?;
     }
-    checkpoints.store.forget_stored_checkpoint(url, id).await?;
+    checkpoints.store.forget_copy(url, id).await?;
     object_store.forget(id);
     Ok(())
 }
@@ -297,6 +297,8 @@ async fn send_files(
     object_store.storage.delete(prefix, Some(&manifest)).await?;
     // If the store's disk was unmounted during the upload, the files were written into the mount point's folder.
     object_store.confirm(&*checkpoints.store).await?;
+    // The server's copy was read, and is therefore not damaged: removes its damage mark.
+    checkpoints.store.forget_copy(Copies::SERVER, &record.id).await?;
     record.manifest = Some(sha256(manifest_bytes));
     write_record(checkpoints, object_store, &record).await
 }

@@ -251,7 +251,7 @@ type Names = Vec<String>;
 struct Entries {
     /// Names and size of each file, in the order of the archive. `None` for folders and for files that operating systems add.
     files: Vec<Option<(Names, u64)>>,
-    /// The folders that have an entry of their own, without those that operating systems add.
+    /// The folders that the archive lists. Folders that operating systems add, such as `__MACOSX`, are left out.
     folders: Vec<Names>,
 }
 

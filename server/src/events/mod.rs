@@ -5,11 +5,11 @@ pub(crate) mod hub;
 use crate::{
     lifecycle,
     store::{Change, ChangedJob, JobRow, Result, Store},
-    util::{histogram::Histogram, remember},
+    util::{histogram::Histogram, lock, remember},
 };
 use hub::Hub;
 use lockstep_protocol::{
-    JobId,
+    Job, JobId,
     agent::{AttemptEvent, LogLine},
 };
 use std::{
@@ -31,6 +31,8 @@ pub(crate) struct Events {
     subscribers: Vec<Subscriber>,
     /// Lines that [`Events::log_once`] has written: job, attempt and topic.
     written_lines: Mutex<HashSet<(JobId, u32, &'static str)>>,
+    /// Why reports of jobs cannot be stored now; `None` if they are stored.
+    pub(crate) store_failure: Mutex<Option<String>>,
     /// Number of events stored from reports since the server's start.
     pub(crate) stored_events: AtomicU64,
     /// Number of steps of jobs in these reports.
@@ -49,6 +51,7 @@ impl Events {
             hub,
             subscribers,
             written_lines: Mutex::default(),
+            store_failure: Mutex::default(),
             stored_events: AtomicU64::new(0),
             reported_steps: AtomicU64::new(0),
             ingest_lag: Histogram::default(),
@@ -69,6 +72,19 @@ impl Events {
     /// Passes a stored change to all subscribers.
     pub(crate) fn publish(&self, changed: &ChangedJob) {
         self.subscribers.iter().for_each(|subscriber| subscriber(changed));
+    }
+
+    /// Replaces the reason of a job that has slots, if its reports cannot be stored now.
+    pub(crate) fn show_store_failure(&self, job: &mut Job) {
+        if job.state.is_active()
+            && let Some(failure) = &*lock(&self.store_failure)
+        {
+            job.reason = Some(format!(
+                "the server cannot store what the job reports: {failure}. The job continues; the values shown are older than this failure. Repair \
+                 the database, or free space on its disk"
+            ));
+            job.eta_secs = None;
+        }
     }
 
     /// Writes a line into a job's log, unless a line about this topic was already written for the attempt.

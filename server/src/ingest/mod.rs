@@ -9,7 +9,7 @@ use crate::{
     checkpoints::object_store_sync,
     scheduler::{Scheduler, dispatch},
     store::{ChangedJob, EventRow, IngestResult, Report, Result},
-    util::failure_log::FailureLog,
+    util::{failure_log::FailureLog, lock},
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
@@ -132,7 +132,7 @@ async fn store_with_retries(
             Err(error) if error.is_temporary() => {
                 if failure_log.note_failure(&error) {
                     tracing::error!(%error, "reports cannot be stored; trying again");
-                    scheduler.last_plan.set_store_failure(Some(error.to_string()));
+                    *lock(&scheduler.events.store_failure) = Some(error.to_string());
                 }
                 tokio::select! {
                     () = tokio::time::sleep(backoff.next_pause()) => {}
@@ -142,7 +142,7 @@ async fn store_with_retries(
             done => {
                 let failures = failure_log.note_success();
                 if failures.is_some() {
-                    scheduler.last_plan.set_store_failure(None);
+                    *lock(&scheduler.events.store_failure) = None;
                 }
                 if let Some(failures) = failures.filter(|_| done.is_ok()) {
                     tracing::info!(failures, "storing reports works again");

@@ -23,8 +23,6 @@ struct Shown {
     waiting: HashMap<JobId, (u64, Option<Arc<Reason>>)>,
     /// In the order of the queue.
     reservations: Vec<Reservation>,
-    /// Why reports of jobs cannot be stored now.
-    store_failure: Option<String>,
 }
 
 impl LastPlan {
@@ -46,7 +44,6 @@ impl LastPlan {
             Reservation { since, ..new }
         };
         shown.reservations = plan.reservations.into_iter().map(keep_age).collect();
-        shown.store_failure = previous.store_failure;
     }
 
     /// A job's place in the queue and the reason why it waits. `None` if the newest plan has no such waiting job.
@@ -63,23 +60,9 @@ impl LastPlan {
         jobs.sort_by_cached_key(|job| shown.waiting.get(id(job)).map_or(u64::MAX, |(place, _)| *place));
     }
 
-    /// Sets why reports of jobs cannot be stored now; `None` if they are stored.
-    pub(crate) fn set_store_failure(&self, failure: Option<String>) {
-        lock(&self.0).store_failure = failure;
-    }
-
     /// Fills in a waiting job's place and current reason. The number of free slots changes without an event of the job, so the stored
-    /// reason may be outdated. A job that has slots gets a reason if its reports cannot be stored.
+    /// reason may be outdated.
     pub(crate) fn fill_in(&self, job: &mut Job) {
-        if job.state.is_active()
-            && let Some(failure) = &lock(&self.0).store_failure
-        {
-            job.reason = Some(format!(
-                "the server cannot store what the job reports: {failure}. The job continues; the values shown are older than this failure. Repair \
-                 the database, or free space on its disk"
-            ));
-            job.eta_secs = None;
-        }
         if !job.state.is_waiting() {
             return;
         }

@@ -27,7 +27,7 @@ use crate::{
 use jiff::Timestamp;
 use lockstep_protocol::{
     backoff::Backoff,
-    job::{JobId, JobState, TrialOf},
+    job::{Job, JobId, JobState, TrialOf},
     reason::{Reason, ReasonKind},
 };
 use place::place_job;
@@ -104,6 +104,12 @@ impl Scheduler {
             started_at: crate::now(),
             up_since: Instant::now(),
         }
+    }
+
+    /// Fills in what the database does not have of a job: a waiting job's place and current reason, and why reports cannot be stored now.
+    pub(crate) fn fill_in(&self, job: &mut Job) {
+        self.last_plan.fill_in(job);
+        self.events.show_store_failure(job);
     }
 }
 

@@ -290,7 +290,9 @@ pub trait Store {
     /// Stores the marker of an object store. If another address has the same marker, the store has moved, and its copies are assigned to
     /// the new address.
     async fn put_object_store_marker(&self, object_store: &str, marker: &str) -> Result<()>;
-    async fn forget_stored_checkpoint(&self, object_store: &str, id: &str) -> Result<()>;
+    /// Deletes the record of a copy of a checkpoint. For `Copies::SERVER`, which only has records of damaged copies, this removes the damage
+    /// mark.
+    async fn forget_copy(&self, location: &str, id: &str) -> Result<()>;
 
     /// All datasets, by name.
     async fn datasets(&self) -> Result<Vec<Dataset>>;

@@ -379,8 +379,15 @@ async fn an_adopted_store_s_newer_checkpoints_are_used() {
     let stored = ["stored", "stored"];
     wait_until("both checkpoints are stored", async || stored_states(&server, &id).await == stored).await;
     drop(agent);
+    let url = store.path().to_str().unwrap().to_owned();
+    // The backup was made while a file of the first checkpoint was uploaded.
+    let damaged = format!(
+        "INSERT INTO checkpoint_copies (checkpoint_id, location, state) VALUES ('{id}-1-10', 'server', 'damaged')"
+    );
     for change in [
-        "DELETE FROM checkpoint_copies",
+        "DELETE FROM checkpoint_copies WHERE checkpoint_id LIKE '%-20' OR location LIKE 'agent:%'",
+        "UPDATE checkpoint_copies SET state = 'copying', manifest = NULL, parts = 'a b'",
+        &damaged,
         "DELETE FROM checkpoints WHERE step = 20",
         "UPDATE artifact_stores SET marker = 'restored ' || marker",
     ] {
@@ -388,11 +395,14 @@ async fn an_adopted_store_s_newer_checkpoints_are_used() {
     }
     fs::remove_dir_all(server.job_dir(&id)).unwrap();
     let dir = server.stop().await;
-    let url = store.path().to_str().unwrap().to_owned();
     let adopt = |config: &mut ServeConfig| (config.artifacts, config.artifacts_adopt) = (Some(url), true);
     let server = TestServer::open(dir, adopt).await;
     assert_eq!(server.checkpoint_steps(&id).await, [20, 10]);
     assert_eq!(stored_states(&server, &id).await, stored);
+    for kept in ["state = 'damaged' AND location = 'server'", "state = 'complete' AND parts = 'a b'"] {
+        let query = format!("UPDATE checkpoint_copies SET parts = parts WHERE {kept}");
+        assert_eq!(server.execute(&query).await, 1, "{kept}");
+    }
     let mut agent = Agent::connect(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
     agent.end(&attempt, rank_killed(0)).await;
     assert_eq!(agent.expect_start().await.resume.as_deref(), Some("1-20"));

@@ -190,11 +190,13 @@ async fn test_object_store_copies(store: &dyn Store) {
     assert_eq!(copy_state(URL).await, (None, false));
     assert!(upload(None).await);
     assert_eq!(copy_state(URL).await, (copying, false));
-    // The copy on the server's disk is marked as damaged once. A complete upload clears the mark.
+    // The copy on the server's disk is marked as damaged once. A record of the copy in the object store keeps the mark.
     assert!(mark_damaged("server").await && !mark_damaged("server").await);
     assert_eq!(copy_state(URL).await, (copying, true));
     assert!(upload(Some("sum")).await);
-    assert_eq!((copy_state(URL).await, copy_state("s3://other").await), ((complete, false), (None, false)));
+    assert_eq!((copy_state(URL).await, copy_state("s3://other").await), ((complete, true), (None, true)));
+    store.forget_copy("server", &checkpoint_id).await.unwrap();
+    assert_eq!(copy_state(URL).await, (complete, false));
     // A checkpoint that an attempt writes again clears the mark, too.
     assert!(mark_damaged("server").await);
     store.ingest(&[report(&attempt, from, 2, checkpoint(10))]).await.unwrap();
@@ -211,7 +213,7 @@ async fn test_object_store_copies(store: &dyn Store) {
     store.ingest(&[report(&attempt, from, 3, removed)]).await.unwrap();
     assert!(!mark_damaged("server").await && !upload(Some("sum")).await);
     assert_eq!(store.abandoned_checkpoints(URL, "", 10).await.unwrap(), std::slice::from_ref(&checkpoint_id));
-    store.forget_stored_checkpoint(URL, &checkpoint_id).await.unwrap();
+    store.forget_copy(URL, &checkpoint_id).await.unwrap();
     assert!(store.stored_checkpoint(URL, &checkpoint_id).await.unwrap().is_none());
     store.close().await;
 }

@@ -147,10 +147,9 @@ async fn test_models(server: TestServer) {
     // A job with registered checkpoints can be neither deleted nor retried.
     let versions = ["models:/shoes/1", "models:/shoes/3"];
     let refused = server.delete(&format!("/jobs/{job}")).await;
-    assert!(!refused.1.to_string().contains("fork"), "{refused:?}");
     assert_refused(refused, 409, &versions);
     let retried = server.post(&format!("/jobs/{job}/retry"), &Value::Null).await;
-    assert_refused(retried, 409, &[&versions[..], &["or fork the job instead"][..]].concat());
+    assert_refused(retried, 409, &versions);
     for version in [1, 3] {
         assert_eq!(server.delete(&format!("/models/shoes/versions/{version}")).await.0, 204);
     }

@@ -23,6 +23,8 @@ pub(super) struct Progress {
     state: JobState,
     /// The last printed text about the job's state or its place in the queue.
     last_text: String,
+    /// The text of the job's last state. A job that trains has this text again, so that the same failure to store is printed again.
+    state_text: String,
     ranks: u32,
     /// The attempt to which the loss belongs.
     attempt: u32,
@@ -36,6 +38,7 @@ impl Progress {
             bar: TrainingBar::new(job.state.to_string(), job.rank_count_now() as usize),
             state: job.state,
             last_text: String::new(),
+            state_text: state_text(job.state, job.reason.as_deref()),
             ranks: job.ranks,
             attempt: job.attempt,
             last_line_at: None,
@@ -73,7 +76,7 @@ impl Progress {
                     self.attempt = *attempt;
                     self.bar.loss = JobLoss::new(fewer_ranks.unwrap_or(self.ranks) as usize);
                 }
-                // `show_place` prints the place and the current reason for waiting.
+                // `show_job` prints the place and the current reason for waiting.
                 let still_waits = self.state == *state && state.is_waiting();
                 if self.state != *state {
                     // The server sends a new estimate when the job trains.
@@ -83,18 +86,20 @@ impl Progress {
                 self.bar.label = state.to_string();
                 self.bar.draw();
                 if !state.is_final() && !still_waits {
-                    let reason = reason.as_ref().map(|r| format!(": {r}")).unwrap_or_default();
-                    self.print_change(format!("{state}{reason}"))?;
+                    self.state_text = state_text(*state, reason.as_deref());
+                    self.print_change(self.state_text.clone())?;
                 }
             }
             EventBody::Plan { total_steps, steps_per_epoch, start_step, .. } => {
                 self.bar.set_plan(*total_steps, *steps_per_epoch, *start_step);
                 if *start_step > 0 {
-                    self.print_change(format!("continues from the checkpoint of step {start_step}"))?;
+                    self.bar
+                        .print_line(format_args!("continues from the checkpoint of step {start_step}"))?;
                 }
             }
             EventBody::Metrics { name, steps, values, .. } if name == "loss" => {
                 let losses = steps.iter().zip(values).map(|(step, loss)| (*step, loss.unwrap_or(f32::NAN)));
+                self.last_text.clone_from(&self.state_text);
                 if let Some((step, _)) = self.bar.loss.add(losses).last() {
                     self.bar.step = self.bar.step.max(*step);
                     self.show_step()?;
@@ -139,6 +144,11 @@ impl Progress {
     }
 }
 
+/// Formats a state and its reason: `running: trains on 1 of 2 ranks`.
+fn state_text(state: JobState, reason: Option<&str>) -> String {
+    format!("{state}{}", reason.map(|reason| format!(": {reason}")).unwrap_or_default())
+}
+
 impl Display for Progress {
     fn show(&mut self, frame: &Frame) -> anyhow::Result<()> {
         if self.as_json {
@@ -159,13 +169,13 @@ impl Display for Progress {
         self.bar.warn(text);
     }
 
-    fn asks_for_place(&self) -> bool {
+    fn needs_polling(&self) -> bool {
         (self.state.is_waiting() || self.state == JobState::Running) && !self.as_json
     }
 
     /// Prints the state of a job that does not train, or has a reason, with its place in the queue and the reason. Prints again only after
     /// a change.
-    fn show_place(&mut self, job: &Job) -> anyhow::Result<()> {
+    fn show_job(&mut self, job: &Job) -> anyhow::Result<()> {
         // The stream may be behind the job that was read. It reports all other changes in order.
         let was_shown = job.state == self.state && !job.state.is_final();
         let can_lack_reason = !job.state.is_waiting() && job.state != JobState::Running;
@@ -191,6 +201,7 @@ mod tests {
             bar: TrainingBar::new("running".into(), 2),
             state: JobState::Running,
             last_text: String::new(),
+            state_text: "running".into(),
             ranks: 2,
             attempt: 1,
             last_line_at: None,
@@ -201,7 +212,9 @@ mod tests {
             let body = EventBody::Metrics { attempt: 1, rank, name, steps: vec![1], values };
             event(1 + u64::from(rank), body)
         };
+        progress.print_change("running: the server cannot store".into()).unwrap();
         progress.show(&loss(0, 2.0)).unwrap();
+        assert_eq!(progress.last_text, "running", "the next failure to store is printed again");
         assert_eq!(progress.bar.describe(), "", "the loss of one rank is not the job's loss");
         progress.show(&loss(1, 3.0)).unwrap();
         assert_eq!(progress.bar.describe(), "loss 2.5000");

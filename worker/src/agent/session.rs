@@ -126,7 +126,7 @@ impl Session {
                 };
                 return connected.serve(agent, signals, revoked).await;
             }
-            Ok(Some(ToAgent::Refused { reason, may_pass: true })) => reason,
+            Ok(Some(ToAgent::Refused { reason, is_temporary: true })) => reason,
             Ok(Some(ToAgent::Refused { reason, .. })) => return Outcome::Refused(reason),
             Ok(Some(_)) => "the first message of the server is not Welcome".into(),
             Ok(None) => "the server sent an unknown message".into(),

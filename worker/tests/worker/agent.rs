@@ -273,13 +273,13 @@ async fn refusals_and_requests_are_handled() {
     drop(connection);
     // The agent reconnects until a refusal is permanent. Each `Hello` names the same process.
     let mut processes = Vec::new();
-    for (reason, may_pass) in
+    for (reason, is_temporary) in
         [("still connected", true), ("still connected", true), ("another version", false)]
     {
         let mut connection = Connection::accept(&listener).await;
         let FromAgent::Hello { process, .. } = connection.receive().await else { panic!("no Hello") };
         processes.push(process);
-        connection.send(&ToAgent::Refused { reason: reason.into(), may_pass }).await;
+        connection.send(&ToAgent::Refused { reason: reason.into(), is_temporary }).await;
     }
     assert!(!processes[0].is_empty() && processes.iter().all(|process| *process == processes[0]));
     let error = wait_for_end(agent).await.unwrap_err();

@@ -150,7 +150,7 @@ async fn serve(
         Err(JoinError { why: reason, is_temporary }) => {
             let who = caller.token().map_or_else(|| "(unknown)".into(), |token| token.name.clone());
             scheduler.agents.refusals.note(peer.address, &who, &reason);
-            let _ = send(&mut sink, &ToAgent::Refused { reason, may_pass: is_temporary }).await;
+            let _ = send(&mut sink, &ToAgent::Refused { reason, is_temporary }).await;
             return close_websocket(&mut sink, close_code::POLICY, "refused").await;
         }
     };

@@ -41,9 +41,8 @@ const MIN_EPOCHS: u64 = 3;
 const FEW_TRAINING_PICTURES: u64 = 5000;
 
 /// Returns the diagnosis of a job that runs, has succeeded or has diverged. `None` for other jobs, for jobs with too few validations, and
-/// for a succeeded job that needs no advice and has no training accuracy that can be compared. If the initial weights were trained on
-/// validation pictures, the diagnosis of every validated job begins with a sentence that says so. The page links to clones with the values
-/// that the text names, such as `train.lr = 0.01`.
+/// for a succeeded job that needs no advice and has no training accuracy that can be compared. The diagnosis of a validated job begins with
+/// [`Job::trained_validation`]. The page links to clones with the values that the text names, such as `train.lr = 0.01`.
 pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Result<Option<String>> {
     let has_diverged =
         job.cause.as_ref().is_some_and(|cause| matches!(cause.kind(), ReasonKind::Diverged { .. }));
@@ -55,7 +54,7 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     if job.last.val_accuracy.is_none() || job.external.is_some() {
         return Ok(None);
     }
-    let trained_validation = store.trained_validation(&validated_with_weights([job])).await?.remove(&job.id);
+    let trained_validation = job.trained_validation.clone();
     if !has_course {
         return Ok(trained_validation);
     }
@@ -126,16 +125,13 @@ pub(super) async fn find(metrics: &Metrics, store: &dyn Store, job: &Job) -> Res
     Ok(Some(sentences.join(" ")).filter(|text| !text.is_empty()))
 }
 
-/// The validated jobs that began with weights of another run. Only these may be validated on pictures that the weights were trained on.
-fn validated_with_weights<'a>(jobs: impl IntoIterator<Item = &'a Job>) -> Vec<JobId> {
-    let has_weights = |job: &Job| job.spec.model.pretrained.is_some() || job.parent.is_some();
-    jobs.into_iter().filter(|job| job.best.is_some() && has_weights(job)).map(|job| job.id.clone()).collect()
-}
-
-/// Sets the diagnosis of each job of a list whose initial weights were trained on validation pictures to the sentence that says so.
+/// Sets [`Job::trained_validation`].
 pub(super) async fn mark_trained_validation(store: &dyn Store, jobs: &mut [Job]) -> Result<()> {
-    let mut found = store.trained_validation(&validated_with_weights(&*jobs)).await?;
-    jobs.iter_mut().for_each(|job| job.diagnosis = found.remove(&job.id));
+    let has_weights = |job: &&Job| job.spec.model.pretrained.is_some() || job.parent.is_some();
+    let with_weights = jobs.iter().filter(|job| job.best.is_some()).filter(has_weights);
+    let ids: Vec<JobId> = with_weights.map(|job| job.id.clone()).collect();
+    let mut found = store.trained_validation(&ids).await?;
+    jobs.iter_mut().for_each(|job| job.trained_validation = found.remove(&job.id));
     Ok(())
 }
 

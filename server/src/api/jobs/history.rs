@@ -59,7 +59,7 @@ pub(crate) async fn show(
     let limit = check_count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
     let JobRow { mut job, private_parent, .. } =
         jobs::find_row(&*scheduler.store, &parse_job_id(&id)?).await?;
-    scheduler.last_plan.fill_in(&mut job);
+    scheduler.fill_in(&mut job);
     let pages = Pages::new("history", ORDER).owned_by("job", job.id.as_str());
     // Entries are only appended, so a cursor is the number of entries on the previous pages.
     let from: usize = pages.decode(query.cursor.as_deref())?.unwrap_or(0);

@@ -151,9 +151,9 @@ pub(crate) async fn list(
     for job in &mut page.jobs {
         // With all metrics, a long list would consist mostly of metrics.
         job.last.others.retain(|name, _| metrics.contains(&name.as_str()));
-        scheduler.last_plan.fill_in(job);
+        scheduler.fill_in(job);
     }
-    if fields.as_ref().is_none_or(|fields| fields.has("diagnosis")) {
+    if fields.as_ref().is_none_or(|fields| fields.has("trained_validation")) {
         diagnosis::mark_trained_validation(&*scheduler.store, &mut page.jobs).await?;
     }
     let total = match query.count {

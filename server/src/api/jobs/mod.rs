@@ -63,7 +63,7 @@ pub(super) async fn find_row(store: &dyn Store, id: &JobId) -> Result<JobRow> {
 /// Reads a job, with its position in the queue.
 pub(crate) async fn find(scheduler: &Scheduler, id: &str) -> Result<Job> {
     let mut job = find_row(&*scheduler.store, &parse_job_id(id)?).await?.job;
-    scheduler.last_plan.fill_in(&mut job);
+    scheduler.fill_in(&mut job);
     Ok(job)
 }
 
@@ -78,13 +78,14 @@ pub(super) async fn job_for(scheduler: &Scheduler, caller: &Caller, row: JobRow)
         let is_visible = ownership.is_some_and(|ownership| caller.sees_owned(&ownership));
         job.parent = is_visible.then_some(parent);
     }
-    scheduler.last_plan.fill_in(&mut job);
+    scheduler.fill_in(&mut job);
     Ok(job)
 }
 
-/// Same as [`job_for`], with the diagnosis.
+/// Same as [`job_for`], with the diagnosis and [`Job::trained_validation`].
 async fn diagnose(metrics: &Metrics, scheduler: &Scheduler, caller: &Caller, row: JobRow) -> Result<Job> {
     let mut job = job_for(scheduler, caller, row).await?;
+    diagnosis::mark_trained_validation(&*scheduler.store, std::slice::from_mut(&mut job)).await?;
     job.diagnosis = diagnosis::find(metrics, &*scheduler.store, &job).await?;
     Ok(job)
 }

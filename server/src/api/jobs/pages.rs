@@ -45,7 +45,7 @@ pub(crate) async fn jobs(
         filter.limit = RENDERED_ROWS;
     }
     let mut page = scheduler.store.jobs(&filter).await?;
-    page.jobs.iter_mut().for_each(|job| scheduler.last_plan.fill_in(job));
+    page.jobs.iter_mut().for_each(|job| scheduler.fill_in(job));
     diagnosis::mark_trained_validation(&*scheduler.store, &mut page.jobs).await?;
     let any_job = JobFilter { limit: 1, seen_by: caller.viewer_name(), ..JobFilter::default() };
     let has_jobs = !page.jobs.is_empty() || !scheduler.store.jobs(&any_job).await?.jobs.is_empty();

@@ -202,18 +202,25 @@ fn identity(auth: &Auth, subject: &str) -> Result<Identity> {
 /// Change a person's role, password or account at the OpenID provider, or disable a person
 ///
 /// The person's sessions end at once. If the change reduces the person's rights, open connections of the person's tokens end, too.
-#[utoipa::path(patch, path = "/people/{name}", tag = "access", request_body = PersonChange, responses((status = 200, body = Person)))]
+#[utoipa::path(patch, path = "/people/{name}", tag = "access", request_body = PersonChange,
+    responses((status = 200, body = Person), (status = 409, body = Problem, description = "The only admin gives up the role, or the account signs in as another person")))]
 pub(crate) async fn change(
     State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
     Body(change, _): Body<PersonChange>,
 ) -> Result<(Extension<AuditSubject>, Json<Person>)> {
-    let (row, changes) = edit(&auth, &name, change).await?;
+    let (row, changes) = edit(&auth, &caller, &name, change).await?;
     Ok((Extension(changes), Json(row.person)))
 }
 
 /// Changes a person. Also returns the changes for the audit log.
-pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Result<(PersonRow, AuditSubject)> {
+pub(super) async fn edit(
+    auth: &Auth,
+    caller: &Caller,
+    name: &str,
+    change: PersonChange,
+) -> Result<(PersonRow, AuditSubject)> {
     check_field("/password", change.password.as_ref().and_then(|password| password_mistake(&password.0)))?;
     let unknown = || Error::NotFound("nobody has this name".into());
     auth.access.person(name).ok_or_else(unknown)?;
@@ -241,6 +248,9 @@ pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Resul
         Some(false) => None,
         None => row.person.disabled_at,
     };
+    if is_admin(&before.person) && !is_admin(&row.person) {
+        require_other_admin(auth, caller, name)?;
+    }
     if row != before {
         auth.store.put_person(&row).await?;
         auth.access.put_person(row.clone());
@@ -254,19 +264,38 @@ pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Resul
     Ok((row, changes))
 }
 
+fn is_admin(person: &Person) -> bool {
+    person.role == Role::Admin && person.disabled_at.is_none()
+}
+
+/// Refuses that the only admin gives up the role, after which nobody could change the people on the page.
+fn require_other_admin(auth: &Auth, caller: &Caller, name: &str) -> Result<()> {
+    let is_other = |person: &Person| person.name != name && is_admin(person);
+    if caller.person() == Some(name) && !auth.access.people().iter().any(is_other) {
+        return Err(Error::Conflict("you are the only admin; make another person an admin first".into()));
+    }
+    Ok(())
+}
+
 /// Remove a person
 ///
 /// The person's sessions end, and the person's tokens are revoked. The account at an OpenID provider cannot sign in until an admin binds it
 /// to a person. Jobs and datasets keep the person's name, so they will belong to the next person with this name. Therefore disable people
 /// who leave rather than remove them.
-#[utoipa::path(delete, path = "/people/{name}", tag = "access", responses((status = 204)))]
-pub(crate) async fn delete(State(auth): State<Arc<Auth>>, Path(name): Path<String>) -> Result<StatusCode> {
-    remove(&auth, &name).await?;
+#[utoipa::path(delete, path = "/people/{name}", tag = "access",
+    responses((status = 204), (status = 409, body = Problem, description = "The only admin removes themselves")))]
+pub(crate) async fn delete(
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Path(name): Path<String>,
+) -> Result<StatusCode> {
+    remove(&auth, &caller, &name).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
-pub(super) async fn remove(auth: &Auth, name: &str) -> Result<()> {
+pub(super) async fn remove(auth: &Auth, caller: &Caller, name: &str) -> Result<()> {
     let _one_at_a_time = auth.access.change_lock.lock().await;
+    require_other_admin(auth, caller, name)?;
     let row = auth.access.person(name).ok_or_else(|| Error::NotFound("nobody has this name".into()))?;
     auth.store.remove_person(&row, crate::now()).await?;
     auth.access.remove_person(name);

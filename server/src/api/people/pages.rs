@@ -65,7 +65,7 @@ pub(crate) async fn change(
 ) -> Page {
     let (name, action) = (form.name.trim().to_owned(), form.action);
     let subject = format!("{action:?} {name:?}");
-    match apply(&auth, &name, form).await {
+    match apply(&auth, &caller, &name, form).await {
         Ok(changes) => {
             let subject = if changes.is_empty() { subject } else { format!("{subject}: {changes}") };
             Ok((Extension(AuditSubject(subject)), Redirect::to("/people")).into_response())
@@ -85,7 +85,7 @@ pub(crate) async fn change(
 }
 
 /// Performs the action. Returns the changes for the audit log; empty if the name of the action says what has changed.
-async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<String> {
+async fn apply(auth: &Auth, caller: &Caller, name: &str, form: PeopleForm) -> Result<String> {
     let change = match form.action {
         Action::Add => {
             let role = form.role.unwrap_or(Role::Member);
@@ -93,13 +93,13 @@ async fn apply(auth: &Auth, name: &str, form: PeopleForm) -> Result<String> {
             let must_be_first_person = false;
             return people::add(auth, new, must_be_first_person).await.map(|_| String::new());
         }
-        Action::Remove => return people::remove(auth, name).await.map(|()| String::new()),
+        Action::Remove => return people::remove(auth, caller, name).await.map(|()| String::new()),
         Action::Role => PersonChange { role: form.role, ..Default::default() },
         Action::Password => PersonChange { password: Some(form.password), ..Default::default() },
         Action::Disable => PersonChange { disabled: Some(true), ..Default::default() },
         Action::Enable => PersonChange { disabled: Some(false), ..Default::default() },
     };
-    let (_, AuditSubject(changes)) = people::edit(auth, name, change).await?;
+    let (_, AuditSubject(changes)) = people::edit(auth, caller, name, change).await?;
     Ok(if matches!(form.action, Action::Role) { changes } else { String::new() })
 }
 

@@ -96,11 +96,11 @@ impl ObjectStoreState {
         let (storage, url) = (&self.storage, self.storage.url());
         for (job, id) in storage.complete_checkpoints().await? {
             let known = database.stored_checkpoint(url, &id).await?;
-            let Some(prefix) =
-                storage.prefix_of(&id).filter(|_| known.is_none_or(|known| known.manifest.is_none()))
-            else {
-                continue;
+            let unfinished_upload = match known {
+                Some(StoredCheckpoint { manifest: Some(_), .. }) => continue,
+                known => known.and_then(|known| known.unfinished_upload),
             };
+            let Some(prefix) = storage.prefix_of(&id) else { continue };
             let Some(bytes) = storage.manifest(&prefix).await? else { continue };
             let Ok(manifest) = prefix.parse_manifest(&bytes) else { continue };
             if database.checkpoint(&id).await?.is_none() && database.job(&job).await?.is_some() {
@@ -125,7 +125,7 @@ impl ObjectStoreState {
                 };
                 tracing::info!(checkpoint = id, "a checkpoint that only the object store had is added");
             }
-            let stored = StoredCheckpoint { id, manifest: Some(sha256(&bytes)), unfinished_upload: None };
+            let stored = StoredCheckpoint { id, manifest: Some(sha256(&bytes)), unfinished_upload };
             // Stores nothing for a checkpoint of a job that this database does not have.
             database.put_stored_checkpoint(url, &stored).await?;
         }

@@ -172,7 +172,7 @@ async fn prepare(
 async fn claim(scheduler: &Scheduler, prepared: &[PreparedJob]) -> Result<Vec<Option<ClaimedAttempt>>> {
     let claims: Vec<_> = prepared.iter().map(|prepared| prepared.claim.clone()).collect();
     match scheduler.store.claim_jobs(&claims).await {
-        Err(error) if error.is_temporary() => return find_claimed(scheduler, &claims, error).await,
+        Err(error) if error.is_temporary() => return find_committed_claims(scheduler, &claims, error).await,
         Err(_) => {}
         Ok(done) => return Ok(done),
     }
@@ -183,7 +183,7 @@ async fn claim(scheduler: &Scheduler, prepared: &[PreparedJob]) -> Result<Vec<Op
             Ok(done) => done,
             // Earlier jobs are claimed, and their agents must be notified in any case.
             Err(error) if error.is_temporary() => {
-                let found = find_claimed(scheduler, &[claim], error).await;
+                let found = find_committed_claims(scheduler, &[claim], error).await;
                 found.ok().and_then(|mut found| found.pop()).flatten()
             }
             Err(error) => skip_permanent_error(&job, Err(error)).map(|()| None)?,
@@ -197,14 +197,14 @@ async fn claim(scheduler: &Scheduler, prepared: &[PreparedJob]) -> Result<Vec<Op
 ///
 /// # Errors
 /// `error`, if nothing was claimed or the server is stopping.
-async fn find_claimed(
+async fn find_committed_claims(
     scheduler: &Scheduler,
     claims: &[Claim],
     error: StoreError,
 ) -> Result<Vec<Option<ClaimedAttempt>>> {
     let mut backoff = RETRY;
     let found = loop {
-        match read_claimed(scheduler, claims).await {
+        match read_committed_claims(scheduler, claims).await {
             Err(read_error) if read_error.is_temporary() => {
                 tracing::warn!(error = %read_error, "cannot read whether jobs were claimed; trying again");
                 tokio::select! {
@@ -218,7 +218,10 @@ async fn find_claimed(
     if found.iter().all(Option::is_none) { Err(error) } else { Ok(found) }
 }
 
-async fn read_claimed(scheduler: &Scheduler, claims: &[Claim]) -> Result<Vec<Option<ClaimedAttempt>>> {
+async fn read_committed_claims(
+    scheduler: &Scheduler,
+    claims: &[Claim],
+) -> Result<Vec<Option<ClaimedAttempt>>> {
     // A commit that is still in progress would not be visible.
     scheduler.store.wait_for_writer().await?;
     let ids: Vec<_> = claims.iter().map(|claim| claim.job.clone()).collect();

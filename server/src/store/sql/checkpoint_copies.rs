@@ -137,8 +137,7 @@ impl SqlStore {
     }
 
     pub async fn put_stored_checkpoint(&self, object_store: &str, stored: &StoredCheckpoint) -> Result<bool> {
-        let mut db = self.begin().await?;
-        let done = sqlx::query(
+        let query = sqlx::query(
             "INSERT INTO checkpoint_copies (checkpoint_id, location, state, manifest, parts) SELECT $1, $2, $3, $4, $5 \
              WHERE EXISTS (SELECT 1 FROM checkpoints WHERE id = $1) ON CONFLICT (checkpoint_id, location) \
              DO UPDATE SET state = excluded.state, manifest = excluded.manifest, parts = excluded.parts",
@@ -147,16 +146,8 @@ impl SqlStore {
         .bind(object_store)
         .bind(stored.state().as_str())
         .bind(&stored.manifest)
-        .bind(&stored.unfinished_upload)
-        .execute(&mut *db)
-        .await?;
-        if stored.state() == CopyState::Complete {
-            // The upload has read the server's copy, which is therefore not damaged: removes its damage mark.
-            let text = "DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2";
-            sqlx::query(text).bind(&stored.id).bind(Copies::SERVER).execute(&mut *db).await?;
-        }
-        db.commit().await?;
-        Ok(done.rows_affected() > 0)
+        .bind(&stored.unfinished_upload);
+        Ok(self.execute(query).await? > 0)
     }
 
     pub async fn object_store_marker(&self, object_store: &str) -> Result<Option<ObjectStoreMarker>> {
@@ -198,9 +189,9 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub async fn forget_stored_checkpoint(&self, object_store: &str, id: &str) -> Result<()> {
+    pub async fn forget_copy(&self, location: &str, id: &str) -> Result<()> {
         let text = "DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2";
-        let query = sqlx::query(text).bind(id).bind(object_store);
+        let query = sqlx::query(text).bind(id).bind(location);
         self.execute(query).await.map(drop)
     }
 }

@@ -40,8 +40,7 @@ impl SqlStore {
             // ended need these checks.
             if state.is_final() && !row.job.state.is_final() && row.job.external.is_none() {
                 datasets::require_dataset(&mut db, &row.job.spec.data.dataset).await?;
-                models::require_unregistered(&mut db, id, state, "run again", ", or fork the job instead")
-                    .await?;
+                models::require_unregistered(&mut db, id, state).await?;
             }
         }
         save(&mut db, &rows.values().collect::<Vec<_>>(), at).await?;
@@ -58,7 +57,7 @@ impl SqlStore {
             let detail = format!("the job is {state}; cancel it before it is deleted");
             return Err(lifecycle::Refusal { state, detail }.into());
         }
-        models::require_unregistered(&mut db, id, state, "deleted", "").await?;
+        models::require_unregistered(&mut db, id, state).await?;
         if let Some(trial) = &row.job.trial {
             sweeps::require_ended(&mut db, trial, state).await?;
         }

@@ -115,6 +115,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         ran_secs: progress.ran_secs(),
         best: optional("best")?.and_then(|text| json_or_default(&id, "best", &text)),
         diagnosis: None,
+        trained_validation: None,
         last: json_or_default(&id, "last", row.try_get("last")?),
         last_seq: unsigned("last_seq")?,
         sparkline: progress.sparkline(),

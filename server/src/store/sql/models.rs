@@ -50,18 +50,11 @@ fn version(row: &DbRow) -> Result<VersionRow> {
     Ok(VersionRow { version, ownership: ownership(row)? })
 }
 
-/// Refuses a change of a job whose checkpoints are registered as versions, because the change would affect the versions. `change`: what
-/// would be done to the job, such as "deleted". `alternative`: what to do instead of removing the versions, such as ", or fork the job".
+/// Refuses to run a job again or to delete it if its checkpoints are registered as versions, because this would change the versions.
 ///
 /// # Errors
 /// [`StoreError::Refused`]: versions of the job exist, which the error names.
-pub(super) async fn require_unregistered(
-    db: &mut Connection,
-    job: &JobId,
-    state: JobState,
-    change: &str,
-    alternative: &str,
-) -> Result<()> {
+pub(super) async fn require_unregistered(db: &mut Connection, job: &JobId, state: JobState) -> Result<()> {
     let text = "SELECT model, version FROM model_versions WHERE job_id = $1 AND deleted_at IS NULL ORDER BY model, version";
     let found: Vec<(String, i64)> = sqlx::query_as(text).bind(job.as_str()).fetch_all(db).await?;
     let Some((model, version)) = found.first() else { return Ok(()) };
@@ -69,8 +62,8 @@ pub(super) async fn require_unregistered(
     let named = found.iter().take(MAX_NAMED).map(|(model, version)| format!("{SCHEME}{model}/{version}"));
     let ellipsis = if found.len() > MAX_NAMED { ", ..." } else { "" };
     let detail = format!(
-        "the job has registered versions ({}{ellipsis}), which would change if the job were {change}; remove the versions first \
-         (on the page Models, or with `{removal}`){alternative}",
+        "the job has registered versions ({}{ellipsis}), so it can be neither run again nor deleted; remove the versions first \
+         (on the page Models, or with `{removal}`)",
         named.collect::<Vec<_>>().join(", ")
     );
     Err(Refusal { state, detail }.into())

@@ -349,6 +349,12 @@ async fn people_page_has_the_same_effects_as_the_api() {
     assert_eq!(bob.status(), 303);
     let (_, people) = server.get("/people").await;
     assert_eq!(people["people"][1]["role"], "member", "{people}");
+    for given_up in ["action=role&name=ada&role=member", "action=disable&name=ada", "action=remove&name=ada"]
+    {
+        let refused = ada.post("/people", given_up).await;
+        assert_eq!(refused.status(), 409, "{given_up}");
+        assert!(refused.text().await.unwrap().contains("you are the only admin"), "{given_up}");
+    }
     assert_eq!(post("action=remove&name=bob").await, 303);
     assert_eq!(post("action=remove&name=bob").await, 404);
     let (_, log) = server.get("/audit").await;

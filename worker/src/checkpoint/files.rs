@@ -78,10 +78,14 @@ pub fn write_part(
             _ => kind.to_owned(),
         };
         let path = folder.join(&name);
-        let file = with_fault_point(kind, &path, tensors::write(&path, tensors, batches, metadata))?;
-        Ok((name, file))
+        let written = tensors::write(&path, tensors, batches, metadata);
+        (kind, name, path, written)
     };
-    [model, average, optimizer].into_par_iter().flatten().map(write_file).collect()
+    let written: Vec<_> = [model, average, optimizer].into_par_iter().flatten().map(write_file).collect();
+    // Tests count on one fault per checkpoint, so the fault points come after the concurrent writes.
+    let check =
+        |(kind, name, path, written): (_, _, PathBuf, _)| Ok((name, with_fault_point(kind, &path, written)?));
+    written.into_iter().map(check).collect()
 }
 
 /// Completes the checkpoint whose parts are in `temporary`. `files` lists the files of all ranks. The result and `best` are as in

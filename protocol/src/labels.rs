@@ -97,16 +97,4 @@ mod tests {
         }
         assert_eq!(["my shoes/ä", "..x", "..."].map(to_project_name), ["my-shoes--", "x", "default"]);
     }
-
-    #[test]
-    fn tags_and_notes_have_limits() {
-        let tags = |count: usize, chars: usize| vec!["ü".repeat(chars); count];
-        assert_eq!(tags_mistake(&tags(MAX_TAGS, TAG_CHARS)), None);
-        assert!(tags_mistake(&tags(MAX_TAGS + 1, 1)).is_some());
-        assert!(tags_mistake(&tags(1, TAG_CHARS + 1)).is_some());
-        assert!(tags_mistake(&["a,b"]).is_some() && tags_mistake(&["a\u{200b}"]).is_some());
-        assert_eq!(normalise_tags(&[" b".into(), "a".into(), "b ".into(), " ".into()]), ["a", "b"]);
-        assert_eq!(notes_mistake(&"x".repeat(NOTES_BYTES)), None);
-        assert!(notes_mistake(&"x".repeat(NOTES_BYTES + 1)).is_some());
-    }
 }

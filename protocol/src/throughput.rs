@@ -115,11 +115,8 @@ mod tests {
         speed.add(&[4, 5, 6], &[1000.0, 1000.0, 2000.0]);
         assert_eq!(speed.images_per_second(), Some(76.0 / 5.0));
         assert_eq!(speed.secs_left(6, 9), Some(70.0 * 5.0 / 76.0));
-        assert_eq!(
-            Throughput::new(&spec(true), 70).epoch_samples(),
-            0,
-            "drop_remainder makes all steps equal"
-        );
+        // `drop_remainder` makes all steps equal.
+        assert_eq!(Throughput::new(&spec(true), 70).epoch_samples(), 0);
         let mut whole = Throughput::new(&spec(false), 0);
         whole.add(&[3], &[1000.0]);
         assert_eq!(whole.images_per_second(), Some(32.0), "the number of training pictures is unknown");

@@ -90,10 +90,8 @@ fn image_size_is_one_number_or_a_schedule() {
         assert_error(&job_with("data", &image_size(value)), "/data/image_size", expected);
     }
     let late = "steps = 5\n[data]\ndataset = \"d\"\nimage_size = [[1, 128], [99, 192]]";
-    assert!(
-        from_toml(&format!("[train]\n{late}")).is_ok(),
-        "the number of epochs is unknown if steps are given"
-    );
+    // The number of epochs is unknown if steps are given.
+    assert!(from_toml(&format!("[train]\n{late}")).is_ok());
     let sizes = |line: &str| job_with("data", &format!("image_size = 176\n{line}"));
     assert_error(
         &sizes("validation_size = 174"),

@@ -65,11 +65,8 @@ mod tests {
         let newest = ["1-30".to_owned(), "1-20".to_owned()];
         assert_eq!(waits.first_awaited(&job, &[], long), None);
         assert_eq!(waits.first_awaited(&job, &newest, long), Some(0));
-        assert_eq!(
-            waits.first_awaited(&job, &newest, zero),
-            None,
-            "there is no second wait for the older checkpoint"
-        );
+        // There is no second wait for the older checkpoint.
+        assert_eq!(waits.first_awaited(&job, &newest, zero), None);
         // The wait continues when the job is checked again, also if its agent was offline meanwhile.
         assert_eq!(waits.first_awaited(&job, &[], zero), None);
         waits.retain(&HashSet::from([&job]));

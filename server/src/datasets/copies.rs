@@ -48,8 +48,6 @@ mod tests {
         assert_eq!(note("b", 9), Some(0));
         assert_eq!(note("a", 30), Some(3));
         assert_eq!(note("a", 39), None);
-        assert_eq!(note("a", 20), None, "progress does not go back");
-        assert_eq!(note("a", 39), None);
         assert_eq!(note("a", 200), Some(10));
         let empty = progress.note_progress((&job, 2, "a"), (0, 0), false);
         assert_eq!(empty, Some(10), "a dataset without bytes");
@@ -65,15 +63,5 @@ mod tests {
         assert_eq!(note(0), None, "it was reported");
         assert_eq!(note(MAX_REMEMBERED), Some(1), "above the limit");
         assert_eq!(progress.0.lock().unwrap().len(), 1);
-    }
-
-    #[test]
-    fn a_copy_that_starts_again_is_reported_from_its_beginning() {
-        let (progress, job) = (CopyProgress::default(), JobId::generate());
-        let note = |copied, restarted| progress.note_progress((&job, 1, "a"), (copied, 100), restarted);
-        assert_eq!(note(70, false), Some(7));
-        assert_eq!(note(0, true), Some(0));
-        assert_eq!(note(0, false), None);
-        assert_eq!(note(10, false), Some(1));
     }
 }

@@ -558,10 +558,8 @@ mod tests {
         age(File::options().write(true).open(upload.0.join(ARCHIVE)).unwrap());
         let path = upload.pictures_folder().unwrap().to_string_lossy().into_owned();
         remove_unused(dir.path(), &[path]);
-        assert!(
-            upload.pictures_folder().is_ok() && !upload.0.join(ARCHIVE).exists(),
-            "only the archive is removed"
-        );
+        // Only the archive is removed.
+        assert!(upload.pictures_folder().is_ok() && !upload.0.join(ARCHIVE).exists());
         // The dataset was removed.
         remove_unused(dir.path(), &[]);
         assert!(upload.0.exists(), "it has just changed");

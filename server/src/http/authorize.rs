@@ -368,10 +368,4 @@ mod tests {
         assert_eq!(cookie(&headers, "lockstep_7071"), Some("too"));
         assert_eq!(cookie(&headers, "lockstep_707"), None);
     }
-
-    #[test]
-    fn the_return_path_is_encoded_as_one_parameter() {
-        assert_eq!(login_address("/"), "/login");
-        assert_eq!(login_address("/jobs?name=a&b"), "/login?next=/jobs%3Fname%3Da%26b");
-    }
 }

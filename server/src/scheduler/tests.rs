@@ -279,37 +279,6 @@ fn jobs_of_lower_priority_do_not_change_the_plan_of_higher_ones() {
     }
 }
 
-#[test]
-fn the_share_with_the_fewest_slots_gets_the_next_one() {
-    for seed in 0..CASES {
-        let mut random = Random(random::Random(seed));
-        let mut waiting: Vec<_> = (0..random.below(20)).map(|_| job(1)).collect();
-        for row in &mut waiting {
-            row.job.project = random.one_of(&["a", "b", "c"]).into();
-        }
-        let mut snapshot = snapshot(vec![agent("a", &["cpu"; 8], |_| {})], waiting);
-        let shares = ["a", "b", "c"].map(|share| {
-            let (slots, newest_start) = (random.below(6).into(), random.below(4).into());
-            (share.to_owned(), ShareUse { slots, newest_start })
-        });
-        snapshot.slots_of_shares = shares.into_iter().collect();
-        let mut in_use = snapshot.slots_of_shares.clone();
-        let plan = plan(&snapshot);
-        let mut waiting = snapshot.waiting.clone();
-        for start in &plan.starts {
-            let fewest = waiting.iter().map(|row| in_use[&row.job.project]).min().unwrap();
-            // The oldest job of the shares with the fewest slots, and of these the share that started a job longest ago.
-            let index = waiting.iter().position(|row| in_use[&row.job.project] == fewest).unwrap();
-            let expected = waiting.remove(index);
-            assert_eq!(start.row.job.id, expected.job.id, "seed {seed}");
-            let newest_start = in_use.values().map(|share| share.newest_start).max().unwrap() + 1;
-            let share = in_use.get_mut(&expected.job.project).unwrap();
-            *share = ShareUse { slots: share.slots + 1, newest_start };
-        }
-        assert_eq!(plan.starts.len(), snapshot.waiting.len().min(8), "seed {seed}");
-    }
-}
-
 /// Whether a job would start on these agents if no other job waited.
 fn would_start(row: &JobRow, agents: Vec<AgentState>) -> bool {
     let mut row = row.clone();

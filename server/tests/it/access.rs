@@ -2,7 +2,6 @@
 
 mod agents;
 mod audit;
-mod guessing;
 mod owners;
 mod panels;
 mod people;

@@ -235,8 +235,18 @@ impl Agent {
         }
     }
 
-    /// Sends a report, whose first record has the number `first` (from 0), and waits until the server has stored it. Returns the number of
-    /// acknowledged records.
+    /// Sends a report, whose first record has the number `first` (from 0).
+    pub async fn send_report(
+        &mut self,
+        attempt: &AttemptRef,
+        source: Source,
+        first: u64,
+        events: Vec<AttemptEvent>,
+    ) {
+        self.send(FromAgent::Report { attempt: attempt.clone(), source, first, events }).await;
+    }
+
+    /// Sends a report, and waits until the server has stored it. Returns the number of acknowledged records.
     pub async fn report(
         &mut self,
         attempt: &AttemptRef,
@@ -244,7 +254,7 @@ impl Agent {
         first: u64,
         events: Vec<AttemptEvent>,
     ) -> u64 {
-        self.send(FromAgent::Report { attempt: attempt.clone(), source, first, events }).await;
+        self.send_report(attempt, source, first, events).await;
         match self.next().await {
             Some(ToAgent::Ack(ack)) if ack.source == source => ack.records,
             other => panic!("{other:?}"),

@@ -96,11 +96,8 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
     expected.push(folder.join("MANIFEST.json"));
     expected.push(store.path().join("LOCKSTEP.json"));
     expected.sort();
-    assert_eq!(
-        files_below(store.path()),
-        expected,
-        "the store has only these files, and no file of the check at start"
-    );
+    // The store has only these files, and no file of the check at start.
+    assert_eq!(files_below(store.path()), expected);
 
     // A later evaluation changes the state. The unchanged weights are not written again.
     let modified_at = |path: &Path| path.metadata().unwrap().modified().unwrap();
@@ -221,8 +218,7 @@ async fn a_damaged_copy_on_disk_is_replaced_from_the_store() {
     assert_eq!(file("state.json"), b"{}");
     // A fork gets the undamaged file.
     fs::write(folder.join("model.safetensors"), b"WEIGHTS").unwrap();
-    let (status, fork) = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"priority": -1}})).await;
-    assert_eq!(status, 201, "{fork}");
+    let fork = server.create(&format!("/jobs/{id}/fork"), &json!({"set": {"priority": -1}})).await;
     let fork_folder = server.job_dir(fork["id"].as_str().unwrap()).join("checkpoints/1-10");
     assert_eq!(fs::read(fork_folder.join("model.safetensors")).unwrap(), b"weights");
     server.order(fork["id"].as_str().unwrap(), "cancel").await;
@@ -362,11 +358,8 @@ async fn a_store_of_another_server_is_adopted_only_on_request() {
     assert!(error.contains("--artifacts-adopt"), "{error}");
     let after = marker();
     TestServer::open(dir, adopt).await.stop().await;
-    assert_ne!(
-        marker(),
-        after,
-        "the option names the store as this server's, whatever server has adopted it"
-    );
+    // The option names the store as this server's, whatever server has adopted it.
+    assert_ne!(marker(), after);
 }
 
 /// The database was restored from a backup that is older than the job's newest checkpoint.

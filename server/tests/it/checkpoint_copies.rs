@@ -238,11 +238,8 @@ async fn a_checkpoint_and_its_agent_are_stored_together() {
     sqlx::query("ALTER TABLE checkpoint_copies RENAME TO elsewhere").execute(&mut db).await.unwrap();
     store.ingest(&[report(&attempt, from, 1, checkpoint(10))]).await.unwrap_err();
     assert!(store.checkpoints(&id).await.unwrap().is_empty());
-    assert_eq!(
-        store.acknowledged_records(&attempt, "id-a").await.unwrap()[0].records,
-        1,
-        "the agent will report the checkpoint again"
-    );
+    // The agent will report the checkpoint again.
+    assert_eq!(store.acknowledged_records(&attempt, "id-a").await.unwrap()[0].records, 1);
     sqlx::query("ALTER TABLE elsewhere RENAME TO checkpoint_copies").execute(&mut db).await.unwrap();
     store.ingest(&[report(&attempt, from, 1, checkpoint(10))]).await.unwrap();
     assert_eq!(store.copies(&id, "").await.unwrap()[&format!("{id}-1-10")].holders[0].agent, "a");

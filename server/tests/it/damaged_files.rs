@@ -51,15 +51,18 @@ async fn damaged_and_unreadable_files_are_not_sent() {
 }
 
 #[tokio::test]
-async fn bytes_lost_on_disk_are_read_from_the_object_store_if_intact() {
+async fn files_damaged_on_disk_are_read_from_the_object_store_if_intact() {
     let (server, store) = TestServer::with_object_store().await;
     let (_agent, id, _, folder) = start_job_with_checkpoint(&server).await;
     wait_until_stored(&server, &id).await;
 
     let weights = format!("/api/v1/checkpoints/{id}-1-10/model.safetensors");
-    fs::write(folder.join("model.safetensors"), b"wEights").unwrap();
+    let on_disk = folder.join("model.safetensors");
+    make_unreadable(&on_disk);
     assert_eq!(server.get_text(&weights).await, (200, "weights".into()));
-    assert_eq!(fs::read(folder.join("model.safetensors")).unwrap(), b"weights");
+    fs::write(&on_disk, b"wEights").unwrap();
+    assert_eq!(server.get_text(&weights).await, (200, "weights".into()));
+    assert_eq!(fs::read(&on_disk).unwrap(), b"weights");
     let aside = folder.with_file_name("damaged-1-10");
     assert_eq!(fs::read(aside.join("model.safetensors")).unwrap(), b"wEights");
 
@@ -67,7 +70,7 @@ async fn bytes_lost_on_disk_are_read_from_the_object_store_if_intact() {
     let copy = store.path().join("jobs").join(&id).join("1-10");
     let object = crate::artifacts::files_below(&copy).into_iter().find(|o| o.ends_with("model.safetensors"));
     fs::write(object.unwrap(), b"weIghts").unwrap();
-    fs::write(folder.join("model.safetensors"), b"wEights").unwrap();
+    fs::write(&on_disk, b"wEights").unwrap();
     let (status, problem) = server.send(server.http.get(server.url(&weights))).await;
     let detail = problem["detail"].as_str().unwrap_or_default();
     assert_eq!((status, &problem["code"]), (422, &json!("checkpoint_damaged")), "{problem}");
@@ -80,28 +83,6 @@ async fn bytes_lost_on_disk_are_read_from_the_object_store_if_intact() {
 fn make_unreadable(path: &Path) {
     fs::remove_file(path).unwrap();
     symlink("/proc/self/mem", path).unwrap();
-}
-
-#[tokio::test]
-async fn unreadable_files_are_read_from_the_object_store() {
-    let (server, _store) = TestServer::with_object_store().await;
-    let (mut agent, id, attempt, folder) = start_job_with_checkpoint(&server).await;
-    let weights = folder.join("model.safetensors");
-    wait_until_stored(&server, &id).await;
-
-    // A download gets the file of the store.
-    make_unreadable(&weights);
-    let file = format!("/api/v1/checkpoints/{id}-1-10/model.safetensors");
-    assert_eq!(server.get_text(&file).await, (200, "weights".into()));
-    // So does the next attempt.
-    make_unreadable(&weights);
-    agent.end(&attempt, rank_killed(0)).await;
-    agent.expect_start().await;
-    assert_eq!(fs::read(&weights).unwrap(), b"weights");
-    let logs = server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
-    assert!(logs.contains("is damaged (its model.safetensors cannot be read (Input/output error"), "{logs}");
-    assert!(logs.contains("it is set aside and fetched from the object store"), "{logs}");
-    server.stop().await;
 }
 
 #[tokio::test]

@@ -6,7 +6,7 @@ use crate::{
     starting::start_error_with_database,
     test_server::{Stream, TestServer, assert_refused},
 };
-use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent};
+use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo, Ending, Source, ToAgent};
 use lockstep_server::{
     ServeError,
     store::{
@@ -157,10 +157,7 @@ async fn requests_fail_while_postgres_is_down_and_nothing_is_lost() {
         assert_eq!(server.get_text("/readyz").await.0, 503);
         assert_eq!(server.get_text("/healthz").await.0, 200, "the process is healthy");
         let last_step = first_step + 9;
-        let events = vec![losses(0, first_step..=last_step)];
-        agent
-            .send(FromAgent::Report { attempt: attempt.clone(), source: Source::Rank(0), first, events })
-            .await;
+        agent.send_report(&attempt, Source::Rank(0), first, vec![losses(0, first_step..=last_step)]).await;
         cluster.start();
         // The server stores the report as soon as the database responds, then publishes and acknowledges it.
         watching

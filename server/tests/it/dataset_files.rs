@@ -8,12 +8,13 @@ use crate::{
 use lockstep_protocol::{
     agent::{
         ANEW_BYTES, AttemptRef, DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry,
-        DatasetPart, Ending, PART_REFUSED, Source,
+        DatasetPart, Ending, Source,
     },
     reason::ReasonKind,
 };
 use serde_json::{Value, json};
-use std::{fs, os::unix::fs::symlink, path::Path};
+use std::{fs, path::Path};
+use tempfile::TempDir;
 
 /// Client of the routes for the dataset of an attempt.
 struct DatasetApi<'a>(AttemptApi<'a>);
@@ -61,6 +62,16 @@ async fn start_attempt(server: &TestServer, token: &str, path: &Path) -> (Agent,
     (agent, attempt)
 }
 
+/// Starts an attempt on a folder with only the file `x`, which has ten bytes. Returns the folder and the token of the attempt's agent, too.
+async fn start_attempt_on_one_file() -> (TestServer, TempDir, String, Agent, AttemptRef) {
+    let server = TestServer::new().await;
+    let data = tempfile::tempdir().unwrap();
+    fs::write(data.path().join("x"), "0123456789").unwrap();
+    let token = server.agent_token("a").await;
+    let (agent, attempt) = start_attempt(&server, &token, data.path()).await;
+    (server, data, token, agent, attempt)
+}
+
 #[tokio::test]
 async fn an_attempt_s_agent_can_read_only_the_files_of_its_dataset() {
     let server = TestServer::new().await;
@@ -68,7 +79,6 @@ async fn an_attempt_s_agent_can_read_only_the_files_of_its_dataset() {
     let path = data.path().join("pictures");
     fs::create_dir_all(path.join("train")).unwrap();
     fs::write(path.join("train/1"), "0123456789").unwrap();
-    fs::write(data.path().join("secret"), "secret").unwrap();
     let token = server.agent_token("a").await;
     let (mut agent, attempt) = start_attempt(&server, &token, &path).await;
     let token_of_b = server.agent_token("b").await;
@@ -91,30 +101,14 @@ async fn an_attempt_s_agent_can_read_only_the_files_of_its_dataset() {
     let (status, response) = api_a.parts(&[part("train/1", 0, 10), part("train/1", 4, 3)], 0).await;
     assert_eq!((status, response.len()), (200, 1 + 10 + 32 + 1 + 3 + 32));
     assert_eq!((&response[1..11], &response[44..47]), (&b"0123456789"[..], &b"456"[..]));
-    for outside in ["../secret", "/etc/passwd", "train/../../secret"] {
-        let (status, response) = api_a.parts(&[part(outside, 0, 1)], 0).await;
-        assert_eq!((status, response[0]), (200, PART_REFUSED));
-        assert!(String::from_utf8_lossy(&response).contains("is not a file of the dataset"));
-    }
-    symlink(data.path().join("secret"), path.join("train/2")).unwrap();
-    let list_with_link = api_a.list().await;
-    assert!(
-        matches!(list_with_link.last(), Some(DatasetEntry::Failed(why)) if why.contains("leads out of the dataset's folder"))
-    );
-    let (_, response) = api_a.parts(&[part("train/2", 0, 1)], 0).await;
-    assert!(String::from_utf8_lossy(&response).contains("leads out of the dataset's folder"));
 
-    // Refused: agent b with its own id and with a's id, agent a with b's id, and an admin's token.
+    // Refused: b's token with either agent's id, a's token with b's id, and an admin's token.
     for wrong in
         [api(&token_of_b, "id-b"), api(&token_of_b, "id-a"), api(&token, "id-b"), api(&server.token, "id-a")]
     {
         for method in ["GET", "POST"] {
-            assert_eq!(
-                wrong.request_error(method, &json!({"parts": []})).await.0,
-                403,
-                "{method} {}",
-                wrong.0.agent_id
-            );
+            let (status, detail) = wrong.request_error(method, &json!({"parts": []})).await;
+            assert_eq!(status, 403, "{method} {}: {detail}", wrong.0.agent_id);
         }
     }
     // After the end of the attempt, its agent is refused, too.
@@ -127,11 +121,7 @@ async fn an_attempt_s_agent_can_read_only_the_files_of_its_dataset() {
 
 #[tokio::test]
 async fn requests_for_parts_are_limited_and_progress_is_logged() {
-    let server = TestServer::new().await;
-    let data = tempfile::tempdir().unwrap();
-    fs::write(data.path().join("x"), "0123456789").unwrap();
-    let token = server.agent_token("a").await;
-    let (_agent, attempt) = start_attempt(&server, &token, data.path()).await;
+    let (server, data, token, _agent, attempt) = start_attempt_on_one_file().await;
     let api_a = DatasetApi::new(&server, &token, "id-a", &attempt);
     let part = |length| DatasetPart { path: "x".into(), size_bytes: 10, changed_ns: 1, offset: 0, length };
     let max_full_parts = usize::try_from(DATASET_PARTS_BYTES / DATASET_PART_BYTES).unwrap();
@@ -169,11 +159,7 @@ async fn requests_for_parts_are_limited_and_progress_is_logged() {
 
 #[tokio::test]
 async fn reported_progress_of_a_copy_is_bounded_and_monotonic() {
-    let server = TestServer::new().await;
-    let data = tempfile::tempdir().unwrap();
-    fs::write(data.path().join("x"), "0123456789").unwrap();
-    let token = server.agent_token("a").await;
-    let (_agent, attempt) = start_attempt(&server, &token, data.path()).await;
+    let (server, _data, token, _agent, attempt) = start_attempt_on_one_file().await;
     let api_a = DatasetApi::new(&server, &token, "id-a", &attempt);
     let part = json!({"path": "x", "size_bytes": 10, "changed_ns": 1, "offset": 0, "length": 1});
     let progress =
@@ -209,11 +195,7 @@ async fn reported_progress_of_a_copy_is_bounded_and_monotonic() {
 
 #[tokio::test]
 async fn the_log_names_a_copying_machine_after_a_restart_of_the_server() {
-    let server = TestServer::new().await;
-    let data = tempfile::tempdir().unwrap();
-    fs::write(data.path().join("x"), "0123456789").unwrap();
-    let token = server.agent_token("a").await;
-    let (agent, attempt) = start_attempt(&server, &token, data.path()).await;
+    let (server, _data, token, agent, attempt) = start_attempt_on_one_file().await;
     agent.disconnect();
     let server = TestServer::open(server.stop().await, |_| {}).await;
     // The agent requests files before it connects to the new server.

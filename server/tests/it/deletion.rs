@@ -3,7 +3,7 @@
 use crate::{
     agent::{Agent, losses, running, start_job},
     postgres,
-    test_server::{TIMEOUT, TestServer, assert_refused, wait_until},
+    test_server::{TIMEOUT, TestServer, assert_refused, on_two_databases, wait_until},
 };
 use lockstep_protocol::agent::{Ending, Source};
 use serde_json::json;
@@ -74,15 +74,11 @@ async fn test_large_deletion(server: TestServer) {
     server.stop().await;
 }
 
-#[tokio::test]
-async fn a_large_job_is_deleted_in_steps() {
-    test_large_deletion(TestServer::new().await).await;
-}
-
-#[tokio::test]
-async fn a_large_job_is_deleted_in_steps_from_postgres() {
-    test_large_deletion(TestServer::with(|c| c.database = Some(postgres::database())).await).await;
-}
+on_two_databases!(
+    a_large_job_is_deleted_in_steps,
+    a_large_job_is_deleted_in_steps_from_postgres,
+    test_large_deletion
+);
 
 /// Deletion and migration take longer than the database's limit for statements, which applies to other statements.
 #[tokio::test]

@@ -22,11 +22,8 @@ async fn a_stop_before_the_dataset_was_copied_does_not_lose_the_last_checkpoint(
         agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
         agent.end(&start.attempt, rank_killed(0)).await;
         let start = agent.expect_start().await;
-        assert_eq!(
-            start.resume.as_deref(),
-            Some("1-10"),
-            "the job continues on the machine that has the checkpoint"
-        );
+        // The job continues on the machine that has the checkpoint.
+        assert_eq!(start.resume.as_deref(), Some("1-10"));
 
         // The agent copies the dataset, and has not reported its own disk yet.
         let api_2 = api(&token, "id-a", &start.attempt);

@@ -76,8 +76,7 @@ async fn a_job_behind_more_than_a_thousand_others_is_considered() {
     let mut large = spec();
     large["parallel"]["ranks"] = json!(4);
     // Without `launched=true`, the server would refuse a job that has more ranks than any machine has slots.
-    let (status, body) = server.post("/jobs?launched=true", &large).await;
-    assert_eq!(status, 201, "{body}");
+    let body = server.create("/jobs?launched=true", &large).await;
     let id = body["id"].as_str().unwrap();
     server.wait_for_reason(id, "needs 4 slots").await;
     let ids: Vec<_> = (0..1200).map(|_| format!("('{}')", JobId::generate())).collect();

@@ -330,11 +330,8 @@ async fn a_fork_reports_its_learning_rate_and_overlap_with_training_pictures() {
         let (_, before) = server.get("/jobs?count=true").await;
         let (status, plan) = server.post(&format!("{path}/check"), &json!({ "set": set })).await;
         assert_eq!(status, 200, "{plan}");
-        assert_eq!(
-            server.get("/jobs?count=true").await.1["total"],
-            before["total"],
-            "a check creates no job"
-        );
+        // A check creates no job.
+        assert_eq!(server.get("/jobs?count=true").await.1["total"], before["total"]);
         let (status, fork) = server.post(&path, &json!({ "set": set })).await;
         let warnings = |body: &Value| body["warnings"].as_array().cloned().unwrap_or_default();
         assert_eq!((status, warnings(&fork)), (201, warnings(&plan)), "{fork}");

@@ -96,7 +96,7 @@ pub async fn report_lost_contact(agent: &mut Agent, attempt: &AttemptRef, first:
     for (source, first, event) in
         [(Source::Rank(0), first, failed), (Source::Agent, 0, AttemptEvent::Ended(lost_contact(0)))]
     {
-        agent.send(FromAgent::Report { attempt: attempt.clone(), source, first, events: vec![event] }).await;
+        agent.send_report(attempt, source, first, vec![event]).await;
     }
     let mut stored = 0;
     while stored < 2 {
@@ -243,9 +243,7 @@ async fn a_leaving_machine_causes_a_checkpoint_and_a_silent_machine_is_named() {
     // The second machine returns with ranks of the ended attempt.
     let mut b = Agent::connect(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
     assert_eq!(b.welcome.1, std::slice::from_ref(&attempt));
-    let late = vec![AttemptEvent::Ended(rank_killed(2))];
-    b.send(FromAgent::Report { attempt: attempt.clone(), source: Source::Agent, first: 0, events: late })
-        .await;
+    b.send_report(&attempt, Source::Agent, 0, vec![AttemptEvent::Ended(rank_killed(2))]).await;
     let mut messages = vec![b.next().await.unwrap(), b.next().await.unwrap()];
     messages.sort_by_key(|message| matches!(message, ToAgent::Start(_)));
     assert!(matches!(&messages[0], ToAgent::Stop { attempt: old, .. } if *old == attempt), "{messages:?}");
@@ -297,11 +295,8 @@ async fn the_end_waits_for_slow_machines_but_not_for_disconnected_machines() {
     // The second machine is silent for many heartbeats.
     a.expect_silence(2500).await;
     assert_eq!(server.job(&id).await.state, JobState::Running);
-    assert_eq!(
-        b.report(&attempt, Source::Rank(2), 0, vec![line(2, 1, "kept")]).await,
-        1,
-        "the silent machine's report is stored"
-    );
+    // The silent machine's report is stored.
+    assert_eq!(b.report(&attempt, Source::Rank(2), 0, vec![line(2, 1, "kept")]).await, 1);
     b.end(&attempt, lost_contact(2)).await;
     let attempt = next_attempt(&mut a, &mut b).await;
     assert_eq!(attempt.attempt, 2);
@@ -341,8 +336,7 @@ async fn an_agent_cannot_report_ranks_of_another_machine() {
     let server = TestServer::new().await;
     let (mut a, mut b) = connect_machines(&server).await;
     let (id, attempt) = start_gang(&server, &mut a, &mut b).await;
-    let (source, first, events) = (Source::Rank(0), 0, vec![running(100, 0), losses(0, 2..=2)]);
-    b.send(FromAgent::Report { attempt: attempt.clone(), source, first, events }).await;
+    b.send_report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 2..=2)]).await;
     while let Some(message) = b.next().await {
         assert!(!matches!(message, ToAgent::Ack(_)), "{message:?}");
     }

@@ -226,13 +226,8 @@ async fn errors_of_groups_name_valid_values() {
         400,
         "at most 16",
     );
-    for (query, message) in [
-        ("by=project", "belong together"),
-        ("group=%5B1%5D", "belong together"),
-        ("by=project&group=%5B1%5D", "one for each key of by"),
-    ] {
-        assert_refused(server.get(&format!("/jobs?{query}")).await, 400, message);
-    }
+    let refused = server.get("/jobs?by=project&group=%5B1%5D").await;
+    assert_refused(refused, 400, "one for each key of by");
     server.stop().await;
 }
 

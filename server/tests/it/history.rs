@@ -1,7 +1,7 @@
 //! The history and the speed of jobs.
 
 use crate::{
-    agent::{Agent, checkpoint, dataset_info, hello, losses, running, server_with_agent},
+    agent::{Agent, checkpoint, dataset_info, hello, losses, running, server_with_agent, start_job},
     test_server::{TestServer, column, spec, wait_until},
 };
 use lockstep_protocol::{
@@ -206,51 +206,45 @@ async fn a_restart_of_the_server_causes_no_events_of_waiting_jobs() {
 }
 
 #[tokio::test]
-async fn lineage_is_shown_at_parent_and_fork() {
-    let (server, mut agent) = server_with_agent(2).await;
-    let parent = server.submit(|s| s["name"] = json!("origin")).await.id.to_string();
-    let start = agent.expect_start().await;
-    let folder = std::path::PathBuf::from(start.job_dir.clone().unwrap()).join("checkpoints/1-10");
+async fn parent_and_fork_name_each_other_even_after_the_parent_s_deletion() {
+    let (server, mut agent, parent, attempt) = start_job(|s| s["name"] = json!("origin")).await;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
+    agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
+    // A fork checks the manifest.
+    let folder = server.job_dir(&parent).join("checkpoints/1-10");
     std::fs::create_dir_all(&folder).unwrap();
-    agent.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
-    agent.end(&start.attempt, Ending::Succeeded { step: 100 }).await;
-    // Changes the database as a fork does. Other tests check a fork's files.
-    let child = server.submit(|s| s["name"] = json!("child")).await.id.to_string();
+    std::fs::write(folder.join("MANIFEST.json"), "{}").unwrap();
+    let set = json!({"set": {"name": "child"}});
+    let fork = server.create(&format!("/jobs/{parent}/fork"), &set).await;
     let source = format!("{parent}-1-10");
-    let query = format!(
-        "UPDATE jobs SET parent_job = '{parent}', parent_checkpoint = '{source}' WHERE id = '{child}'"
-    );
-    assert_eq!(server.execute(&query).await, 1);
+    let parent_of_fork = json!({"job": parent, "checkpoint": source});
+    assert_eq!(fork["parent"], parent_of_fork);
+    assert_eq!((&fork["cause"]["code"], &fork["cause"]["step"]), (&json!("forked"), &json!(10)));
+    let child = fork["id"].as_str().unwrap();
+    agent.expect_start().await;
 
-    let origin = server.job(&parent).await;
-    let history_of_child = read_history(&server, &child).await;
-    assert_eq!(
-        history_of_child["parent"],
-        json!({"job": parent, "name": "origin", "state": "succeeded", "checkpoint": source,
-            "who": origin.owner, "at": origin.created_at})
-    );
+    let (origin, fork) = (server.job(&parent).await, server.job(child).await);
     assert!(origin.owner.is_some());
-    let fork_job = server.job(&child).await;
-    assert_eq!(
-        (&history_of_child["entries"][0]["who"], &history_of_child["entries"][0]["at"]),
-        (&json!(fork_job.owner), &json!(fork_job.created_at))
-    );
-    assert_eq!(
-        (&history_of_child["entries"][0]["what"], &history_of_child["entries"][0]["checkpoint"]),
-        (&json!("forked"), &json!(source))
-    );
-    let history_of_parent = read_history(&server, &parent).await;
-    let fork = &history_of_parent["forks"][0];
-    assert_eq!(
-        (&fork["job"], &fork["name"], &fork["checkpoint"]),
-        (&json!(child), &json!("child"), &json!(source))
-    );
-    assert_eq!((&fork["who"], &fork["at"]), (&json!(fork_job.owner), &json!(fork_job.created_at)));
-    assert_eq!(history_of_parent["forks"].as_array().unwrap().len(), 1);
-    // A fork still names a deleted parent.
+    let history = read_history(&server, child).await;
+    let expected = json!({"job": parent, "name": "origin", "state": "succeeded", "checkpoint": source,
+        "who": origin.owner, "at": origin.created_at});
+    assert_eq!(history["parent"], expected);
+    let entry = &history["entries"][0];
+    assert_eq!((&entry["what"], &entry["checkpoint"]), (&json!("forked"), &json!(source)));
+    assert_eq!((&entry["who"], &entry["at"]), (&json!(fork.owner), &json!(fork.created_at)));
+    let forks = read_history(&server, &parent).await["forks"].take();
+    assert_eq!(forks.as_array().unwrap().len(), 1);
+    let keys = ["job", "name", "checkpoint", "who", "at"].map(|key| &forks[0][key]);
+    assert_eq!(json!(keys), json!([child, "child", source, fork.owner, fork.created_at]));
+
     assert_eq!(server.delete(&format!("/jobs/{parent}")).await.0, 204);
-    let orphan = read_history(&server, &child).await;
+    let orphan = read_history(&server, child).await;
     assert_eq!(orphan["parent"], json!({"job": parent, "name": null, "state": null, "checkpoint": source}));
+    assert_eq!(server.get(&format!("/jobs/{child}")).await.1["parent"], parent_of_fork);
+    let (_, attempts) = server.get(&format!("/jobs/{child}/attempts")).await;
+    assert_eq!(attempts["attempts"][0]["checkpoint"], format!("{child}-1-10"));
+    let (_, page) = server.get_text(&format!("/jobs/{child}")).await;
+    assert!(page.contains(&format!("href=\"/jobs/{parent}\"")), "the page links to the parent");
     server.stop().await;
 }
 
@@ -325,11 +319,8 @@ async fn speed_counts_pictures_per_second_and_is_streamed() {
         assert!(secs.is_none() || plan["estimate"]["job"] == id, "{plan}");
         spec["sweep"] = json!({"method": "grid", "parameters": {"train.lr": {"values": [0.1, 0.05]}}});
         let (_, sweep) = server.post("/jobs/validate", &spec).await;
-        assert_eq!(
-            (&sweep["trials"], &sweep["estimate"]),
-            (&json!(2), &plan["estimate"]),
-            "the estimate is of the first trial"
-        );
+        // The estimate is of the first trial.
+        assert_eq!((&sweep["trials"], &sweep["estimate"]), (&json!(2), &plan["estimate"]));
     }
     server.stop().await;
 }

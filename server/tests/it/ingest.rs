@@ -5,7 +5,7 @@ use crate::{
     test_server::wait_until,
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, Ending, Evaluation, FromAgent, Source, ToAgent},
+    agent::{AttemptEvent, Ending, Evaluation, Source, ToAgent},
     metric::MetricColumn,
 };
 use serde_json::{Value, json};
@@ -38,13 +38,7 @@ async fn overlapping_reports_are_stored_once() {
 async fn records_after_a_gap_are_not_stored_and_the_agent_retries() {
     let (server, mut agent, id, attempt) = start_job(|_| {}).await;
     agent.report(&attempt, Source::Rank(0), 0, vec![running(10, 0)]).await;
-    let report_after_gap = FromAgent::Report {
-        attempt: attempt.clone(),
-        source: Source::Rank(0),
-        first: 3,
-        events: vec![losses(0, 3..=3)],
-    };
-    agent.send(report_after_gap).await;
+    agent.send_report(&attempt, Source::Rank(0), 3, vec![losses(0, 3..=3)]).await;
     assert_eq!(agent.next().await, None, "the server closes the connection");
     let mut agent = Agent::connect(&server, hello("a", 2, vec![attempt.clone()])).await.unwrap();
     assert_eq!(agent.welcome.0[0].records, 1);
@@ -61,8 +55,7 @@ async fn a_job_whose_reports_cannot_be_stored_says_so() {
     assert_eq!(reason().await, "");
     // Without this table, no report can be stored, as on a full disk.
     server.execute("ALTER TABLE acknowledged RENAME TO away").await;
-    let (source, events) = (Source::Rank(0), vec![losses(0, 1..=3)]);
-    agent.send(FromAgent::Report { attempt: attempt.clone(), source, first: 1, events }).await;
+    agent.send_report(&attempt, Source::Rank(0), 1, vec![losses(0, 1..=3)]).await;
     wait_until("the job says why nothing is stored", async || {
         reason().await.contains("the server cannot store what the job reports")
     })
@@ -83,13 +76,7 @@ async fn reports_without_permission_store_nothing() {
     let mut later = attempt.clone();
     later.attempt += 1;
     for stale in [earlier, later, unknown_attempt()] {
-        let report = FromAgent::Report {
-            attempt: stale.clone(),
-            source: Source::Rank(0),
-            first: 0,
-            events: vec![running(10, 0)],
-        };
-        agent.send(report).await;
+        agent.send_report(&stale, Source::Rank(0), 0, vec![running(10, 0)]).await;
         assert!(matches!(agent.next().await, Some(ToAgent::Stop { attempt, .. }) if attempt == stale));
     }
     assert_eq!(server.stored_events(&id).await.len(), stored);

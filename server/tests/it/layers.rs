@@ -2,8 +2,7 @@
 
 use crate::{
     agent::{Agent, losses, running},
-    postgres,
-    test_server::{TestServer, wait_until},
+    test_server::{TestServer, on_two_databases, wait_until},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, Source},
@@ -99,11 +98,8 @@ async fn test_layers(server: TestServer) {
         index["layers"].as_array().unwrap().iter().map(|l| (&l["name"], &l["kind"])).collect();
     let expected = [("conv1.weight", "weight"), ("conv1.weight", "gradient"), ("a.b.weight", "weight")];
     let expected: Vec<_> = expected.iter().map(|(name, kind)| (json!(name), json!(kind))).collect();
-    assert_eq!(
-        names,
-        expected.iter().map(|(name, kind)| (name, kind)).collect::<Vec<_>>(),
-        "layers are in the network's order"
-    );
+    // Layers are in the network's order.
+    assert_eq!(names, expected.iter().map(|(name, kind)| (name, kind)).collect::<Vec<_>>());
     assert_eq!(index["histograms"], json!([]), "without a filter, no histograms are returned");
     let of_step = read_histograms(&server, &id, "?step=20&kind=gradient").await;
     assert_eq!(of_step["layers"], json!([{"name": "conv1.weight", "kind": "gradient"}]));
@@ -176,12 +172,8 @@ async fn test_layers(server: TestServer) {
     server.stop().await;
 }
 
-#[tokio::test]
-async fn descriptions_of_layers_are_stored() {
-    test_layers(TestServer::new().await).await;
-}
-
-#[tokio::test]
-async fn descriptions_of_layers_are_stored_in_postgres() {
-    test_layers(TestServer::with(|c| c.database = Some(postgres::database())).await).await;
-}
+on_two_databases!(
+    descriptions_of_layers_are_stored,
+    descriptions_of_layers_are_stored_in_postgres,
+    test_layers
+);

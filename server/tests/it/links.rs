@@ -40,27 +40,3 @@ async fn a_job_over_several_machines_gets_the_fastest_links() {
     let (_, job) = server.get(&format!("/jobs/{}", job.id)).await;
     assert_eq!(job["agents"], json!(["b", "d"]), "{job:#}");
 }
-
-#[tokio::test]
-async fn a_job_on_one_machine_gets_slots_connected_by_nvlink() {
-    let server = TestServer::new().await;
-    register_dataset(&server).await;
-    let mut without_nvlink = Agent::connect(&server, hello_at("a", 2, Vec::new(), "10.0.0.1")).await.unwrap();
-    let mut hello = hello_at("b", 4, Vec::new(), "10.0.0.2");
-    if let FromAgent::Hello { machine, .. } = &mut hello {
-        machine.nvlink_groups = vec![vec![1, 3]];
-    }
-    let mut with_nvlink = Agent::connect(&server, hello).await.unwrap();
-    server.submit(|s| s["parallel"]["ranks"] = json!(2)).await;
-    assert_eq!(
-        with_nvlink.expect_start().await.ranks,
-        [(0, 1), (1, 3)],
-        "NVLink counts more than filling a machine"
-    );
-    // The remaining slots of this machine have no NVLink, so filling the other machine is better.
-    server.submit(|s| s["parallel"]["ranks"] = json!(2)).await;
-    assert_eq!(without_nvlink.expect_start().await.ranks, [(0, 0), (1, 1)]);
-    server.submit(|s| s["parallel"]["ranks"] = json!(2)).await;
-    assert_eq!(with_nvlink.expect_start().await.ranks, [(0, 0), (1, 2)]);
-    server.stop().await;
-}

@@ -1,8 +1,8 @@
 //! Lists: pages, orders, filters, fields; projects and tags; entity tags.
 
 use crate::{
-    agent::{Agent, losses, running, server_with_agent},
-    test_server::{TestServer, assert_refused, spec},
+    agent::{losses, running, server_with_agent},
+    test_server::{TestServer, assert_refused},
 };
 use lockstep_protocol::agent::{Ending, Source};
 use serde_json::{Value, json};
@@ -93,19 +93,14 @@ async fn jobs_are_listed_in_every_order_with_any_page_size() {
 }
 
 #[tokio::test]
-async fn a_list_stays_complete_if_jobs_change_between_pages() {
+async fn jobs_are_sorted_and_filtered_by_loss() {
     let (server, mut agent) = server_with_agent(2).await;
-    let mut ids = Vec::new();
-    for name in ["a", "b", "c"] {
+    let mut last_id = String::new();
+    for (name, steps) in [("a", 1..=3), ("b", 1..=9), ("c", 1..=1)] {
         let (id, attempt) = agent.start_job(&server, |spec| spec["name"] = json!(name)).await;
-        let steps = match name {
-            "a" => 1..=3,
-            "b" => 1..=9,
-            _ => 1..=1,
-        };
         agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, steps)]).await;
         agent.end(&attempt, Ending::Failed { reason: "the end".into(), retriable: false }).await;
-        ids.push(id);
+        last_id = id;
     }
     let losses: Vec<f64> = {
         let (_, page) = server.get("/jobs?sort=loss&fields=last").await;
@@ -121,15 +116,8 @@ async fn a_list_stays_complete_if_jobs_change_between_pages() {
     let lower = losses.iter().filter(|loss| **loss < middle).count();
     assert_eq!(read_names(&server, &format!("where=loss%3C{middle}"), 3).await.len(), lower);
 
-    // The cursor's job is deleted: the list continues after its position.
-    let (_, page) = server.get("/jobs?limit=1&sort=name").await;
-    assert_eq!(server.delete(&format!("/jobs/{}", ids[0])).await.0, 204);
-    let cursor = page["next_cursor"].as_str().unwrap();
-    let (_, page) = server.get(&format!("/jobs?limit=1&sort=name&cursor={cursor}")).await;
-    assert_eq!(page["jobs"][0]["name"], "b");
-
     // The reason of a failure is also available as fields.
-    let (_, job) = server.get(&format!("/jobs/{}", ids[1])).await;
+    let (_, job) = server.get(&format!("/jobs/{last_id}")).await;
     assert_eq!((&job["failure"]["words"], &job["failure"]["code"]), (&job["reason"], &job["cause"]["code"]));
     assert!(job["failure"].get("rank").is_some() && job["failure"].get("step").is_some(), "{job}");
     server.stop().await;
@@ -177,9 +165,7 @@ async fn every_list_has_pages_fields_and_a_count() {
     }
     let mut webhooks = Vec::new();
     for name in ["one", "two"] {
-        let (status, webhook) =
-            server.post("/webhooks", &json!({"url": format!("http://localhost:1/{name}")})).await;
-        assert_eq!(status, 201, "{webhook}");
+        let webhook = server.create("/webhooks", &json!({"url": format!("http://localhost:1/{name}")})).await;
         webhooks.push(webhook["id"].as_str().unwrap().to_owned());
     }
     assert_eq!(server.post(&format!("/webhooks/{}/test", webhooks[0]), &json!({})).await.0, 200);
@@ -278,6 +264,7 @@ async fn projects_tags_and_notes_are_submitted_with_a_job_and_can_be_changed() {
         (json!({"project": "a b"}), "/project"),
         (json!({"project": "x".repeat(101)}), "/project"),
         (json!({"tags": ["a,b"]}), "/tags"),
+        (json!({"tags": ["a\u{200b}"]}), "/tags"),
         (json!({"tags": vec!["ß".repeat(41)]}), "/tags"),
         (json!({"tags": (0..21).map(|n| n.to_string()).collect::<Vec<_>>()}), "/tags"),
         (json!({"notes": "x".repeat(20_001)}), "/notes"),
@@ -356,32 +343,5 @@ async fn a_search_reads_names_tags_and_notes_up_to_200_characters() {
     }
     assert_eq!(count_matches(&"é".repeat(200)).await, 0);
     assert_refused(server.get(&format!("/jobs?q={}", "x".repeat(201))).await, 422, "at most 200");
-    server.stop().await;
-}
-
-#[tokio::test]
-async fn a_page_has_at_most_1000_jobs() {
-    let server = TestServer::new().await;
-    Agent::join_with_dataset(&server, 2).await.disconnect();
-    let newest = server.submit(|_| {}).await;
-    // Inserts 1,000 more jobs.
-    let spec = spec().to_string().replace('\'', "''");
-    server
-        .execute(&format!(
-            "WITH RECURSIVE n (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < 1000) \
-             INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at) \
-             SELECT 'j' || '000000000000000000000' || (10000 + n), 'n', 'cancelled', 0, '{spec}', 2, n FROM n"
-        ))
-        .await;
-    let (status, page) = server.get("/jobs?limit=1000").await;
-    assert_eq!((status, page["jobs"].as_array().unwrap().len()), (200, 1000));
-    assert_eq!(page["jobs"][0]["id"], newest.id.as_str());
-    let (_, last_page) =
-        server.get(&format!("/jobs?limit=1000&cursor={}", page["next_cursor"].as_str().unwrap())).await;
-    assert_eq!((last_page["jobs"].as_array().unwrap().len(), &last_page["next_cursor"]), (1, &Value::Null));
-    let (_, document) = server.get("/openapi.json").await;
-    let parameters = document["paths"]["/api/v1/jobs"]["get"]["parameters"].as_array().unwrap();
-    let limit = parameters.iter().find(|p| p["name"] == "limit").unwrap();
-    assert_eq!((&limit["schema"]["minimum"], &limit["schema"]["maximum"]), (&json!(1), &json!(1000)));
     server.stop().await;
 }

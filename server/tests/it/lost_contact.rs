@@ -6,7 +6,7 @@ use crate::{
     test_server::TestServer,
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, Ending, FromAgent, Source, ToAgent},
+    agent::{AttemptEvent, Ending, Source, ToAgent},
     job::JobState,
 };
 use lockstep_server::ServeConfig;
@@ -58,8 +58,7 @@ async fn a_machine_gets_work_again_after_reporting_the_end_of_old_ranks() {
     server.wait_for_state(&id, JobState::Restarting).await;
     let mut b = Agent::connect(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
     a.expect_silence(1000).await;
-    let events = vec![AttemptEvent::Ended(Ending::Stopped)];
-    b.send(FromAgent::Report { attempt, source: Source::Agent, first: 0, events }).await;
+    b.send_report(&attempt, Source::Agent, 0, vec![AttemptEvent::Ended(Ending::Stopped)]).await;
     let attempt_number = loop {
         match b.next().await {
             Some(ToAgent::Stop { .. }) => {}

@@ -36,13 +36,11 @@ fn hello(number: usize, attempts: Vec<AttemptRef>) -> FromAgent {
 
 /// Reports that the agent's ranks have succeeded.
 async fn report_end(agent: &mut Agent, start: &StartAttempt) {
-    let attempt = &start.attempt;
     if start.has_rank_0() {
-        let (source, events) = (Source::Rank(0), vec![running(10, 0)]);
-        agent.send(FromAgent::Report { attempt: attempt.clone(), source, first: 0, events }).await;
+        agent.send_report(&start.attempt, Source::Rank(0), 0, vec![running(10, 0)]).await;
     }
-    let events = vec![AttemptEvent::Ended(Ending::Succeeded { step: 10 })];
-    agent.send(FromAgent::Report { attempt: attempt.clone(), source: Source::Agent, first: 0, events }).await;
+    let end = AttemptEvent::Ended(Ending::Succeeded { step: 10 });
+    agent.send_report(&start.attempt, Source::Agent, 0, vec![end]).await;
 }
 
 /// Simulates an agent until the server closes the connection, and returns the attempts that still run. Attempts end as soon as

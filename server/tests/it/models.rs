@@ -3,8 +3,7 @@
 use crate::{
     agent::{Agent, checkpoint, running, start_job},
     document::create_failed_job,
-    postgres,
-    test_server::{TestServer, column, spec},
+    test_server::{TestServer, column, on_two_databases, spec},
     uploads::{AttemptApi, manifest},
 };
 use lockstep_protocol::agent::{AgentReply, AttemptEvent, CheckpointInfo, Ending, Source};
@@ -32,8 +31,7 @@ async fn test_models(server: TestServer) {
     // The first version creates the model.
     assert_eq!(server.get("/models").await.1["models"], json!([]));
     let first = json!({"name": "shoes", "job": job, "description": "a first one"});
-    let (status, version) = server.post("/models", &first).await;
-    assert_eq!(status, 201, "{version}");
+    let version = server.create("/models", &first).await;
     for (key, expected) in [
         ("model", json!("shoes")),
         ("version", json!(1)),
@@ -158,15 +156,7 @@ async fn test_models(server: TestServer) {
     server.stop().await;
 }
 
-#[tokio::test]
-async fn versions_stay_and_aliases_move() {
-    test_models(TestServer::new().await).await;
-}
-
-#[tokio::test]
-async fn versions_stay_and_aliases_move_in_postgres() {
-    test_models(TestServer::with(|c| c.database = Some(postgres::database())).await).await;
-}
+on_two_databases!(versions_stay_and_aliases_move, versions_stay_and_aliases_move_in_postgres, test_models);
 
 #[tokio::test]
 async fn a_registered_checkpoint_is_kept_when_newer_ones_replace_others() {

@@ -241,11 +241,8 @@ async fn jobs_with_unknown_states_are_not_preempted() {
     let query = format!("UPDATE jobs SET state = 'dreaming' WHERE id = '{}'", unknown.id);
     assert_eq!(server.execute(&query).await, 1);
     submit(&server, 1, 5, false).await;
-    assert_eq!(
-        expect_preemption(&mut agent).await,
-        attempt,
-        "the newest job of the lowest priority has an unknown state"
-    );
+    // The newest job of the lowest priority has an unknown state.
+    assert_eq!(expect_preemption(&mut agent).await, attempt);
     let second = submit(&server, 1, 5, false).await;
     expect_wait_without_preemption(&server, &second).await;
     assert_eq!(server.job(low.id.as_str()).await.state, JobState::Pausing);

@@ -5,7 +5,7 @@ use crate::{
     test_server::{TestServer, assert_refused},
 };
 use lockstep_protocol::{
-    agent::{Ending, FromAgent, Source, ToAgent},
+    agent::{Ending, Source, ToAgent},
     job::JobState,
 };
 use serde_json::{Value, json};
@@ -179,8 +179,7 @@ async fn a_record_refused_by_the_database_delays_no_others() {
     ];
     for (attempt, events) in [(&attempts[0], events), (&attempts[1], vec![running(100, 0), losses(0, 1..=2)])]
     {
-        let attempt = attempt.clone();
-        agent.send(FromAgent::Report { attempt, source: Source::Rank(0), first: 0, events }).await;
+        agent.send_report(attempt, Source::Rank(0), 0, events).await;
     }
     let mut acknowledged = Vec::new();
     while acknowledged.len() < 2 {

@@ -18,9 +18,7 @@ impl TestServer {
 
     /// Starts a run.
     async fn start_run(&self, body: &Value) -> Job {
-        let (status, job) = self.post("/runs", body).await;
-        assert_eq!(status, 201, "{job}");
-        serde_json::from_value(job).unwrap()
+        serde_json::from_value(self.create("/runs", body).await).unwrap()
     }
 
     async fn metrics_csv(&self, run: &str, query: &str) -> Vec<String> {
@@ -96,11 +94,8 @@ async fn a_run_can_be_started_ended_and_deleted() {
     let update = json!({"config": {"lr": 0.2}, "summary": {"best": 1}});
     let (status, changed) = server.patch("/runs/my-run_1", &update).await;
     assert_eq!(status, 200, "{changed}");
-    assert_eq!(
-        changed["external"]["config"],
-        json!({"lr": 0.2, "net": {"depth": 3}}),
-        "settings are merged by name"
-    );
+    // Settings are merged by name.
+    assert_eq!(changed["external"]["config"], json!({"lr": 0.2, "net": {"depth": 3}}));
     assert_eq!(changed["external"]["summary"], json!({"best": 1}));
     let job = server.job(&id).await;
     assert_eq!((job.last.loss, job.last.others["train/acc 1"]), (Some(1.5), 0.1));
@@ -128,11 +123,8 @@ async fn a_run_can_be_started_ended_and_deleted() {
     // The run ends, continues and fails.
     let (_, ended) = server.patch(&format!("/runs/{id}"), &json!({"state": "succeeded"})).await;
     assert_eq!((&ended["state"], ended["finished_at"].is_null()), (&json!("succeeded"), false));
-    assert_eq!(
-        server.log_records(&id, 4, &json!([step(3, json!({"loss": 1.0}))])).await,
-        4,
-        "late records are stored"
-    );
+    // Late records are stored.
+    assert_eq!(server.log_records(&id, 4, &json!([step(3, json!({"loss": 1.0}))])).await, 4);
     assert_eq!(server.job(&id).await.state, JobState::Succeeded);
     let (status, restarted) =
         server.post("/runs", &json!({"id": "my-run_1", "name": "other", "config": {"x": null}})).await;
@@ -150,11 +142,8 @@ async fn a_run_can_be_started_ended_and_deleted() {
     assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
     assert_eq!(server.post("/runs/my-run_1/records", &json!({"first": 5, "records": []})).await.0, 404);
     wait_until("the run is deleted", async || server.post("/runs", &new).await.0 == 201).await;
-    assert_eq!(
-        server.log_records("my-run_1", 1, &json!([step(1, json!({"loss": 1}))])).await,
-        1,
-        "the new run begins with record 1"
-    );
+    // The new run begins with record 1.
+    assert_eq!(server.log_records("my-run_1", 1, &json!([step(1, json!({"loss": 1}))])).await, 1);
 
     // The best validation accuracy ignores values above 1, such as 75.0, and has the step and epoch of its record.
     let measured = server.start_run(&json!({"name": "measured"})).await.id.to_string();
@@ -264,11 +253,8 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
     let quoted = "\"train/Ünicode loss, \"\"top 1\"\"\"";
     let line = |step: u64, value: &str| format!("1,0,{quoted},{step},{value}");
     let all_lines = [line(0, "1"), line(2, "2"), line(1, "3.5"), line(2, "4")];
-    assert_eq!(
-        server.metrics_csv(&id, &format!("?name={encoded}")).await,
-        all_lines,
-        "all points in the order of arrival"
-    );
+    // All points, in the order of arrival.
+    assert_eq!(server.metrics_csv(&id, &format!("?name={encoded}")).await, all_lines);
     let (_, other) = server.get(&format!("/jobs/{id}/metrics?name=b")).await;
     assert_eq!(other["series"][0]["mean"], json!([null, null]), "values that are not finite are null");
 

@@ -1,48 +1,11 @@
-//! Protection from other web pages, security headers, and completeness of the OpenAPI document.
+//! Host names, security headers, and completeness of the OpenAPI document.
 
-use crate::{
-    agent::server_with_agent,
-    document::create_failed_job,
-    test_server::{TestServer, refused_status, spec},
-};
+use crate::{agent::server_with_agent, document::create_failed_job, test_server::TestServer};
 use lockstep_server::openapi;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
 };
-use tokio_tungstenite::connect_async;
-
-#[tokio::test]
-async fn only_pages_of_this_server_may_change_data_or_open_websockets() {
-    let (server, _agent) = server_with_agent(1).await;
-    let own_origin = format!("http://{}", server.address);
-    let foreign_origins =
-        ["http://evil.example", "null", "http://127.0.0.1:1", "https://localhost.evil.example", ""];
-    let url = server.url("/api/v1/jobs");
-    for origin in foreign_origins {
-        let request = server.http.post(&url).header("origin", origin).json(&spec());
-        assert_eq!(server.send(request).await.0, 403, "{origin}");
-        let request = server.http.delete(server.url("/api/v1/datasets/pictures")).header("origin", origin);
-        assert_eq!(server.send(request).await.0, 403, "{origin}");
-        for path in ["/stream", "/agent/socket", "/jobs/j00000000000000000000000000/stream"] {
-            let mut request = server.socket_request(path, &server.token);
-            request.headers_mut().insert("origin", origin.parse().unwrap());
-            assert_eq!(refused_status(request).await, 403, "{origin} {path}");
-        }
-    }
-    let request = server.http.post(&url).header("sec-fetch-site", "cross-site").json(&spec());
-    assert_eq!(server.send(request).await.0, 403, "a cross-site request without an origin");
-    let mut spec = spec();
-    spec["parallel"]["ranks"] = 1.into();
-    let request = server.http.post(&url).header("origin", &own_origin).json(&spec);
-    assert_eq!(server.send(request).await.0, 201, "a page of this server");
-    let mut request = server.socket_request("/stream", &server.token);
-    request.headers_mut().insert("origin", own_origin.parse().unwrap());
-    assert!(connect_async(request).await.is_ok());
-    let unknown = server.socket_request("/jobs/j00000000000000000000000000/stream", &server.token);
-    assert_eq!(refused_status(unknown).await, 404);
-    server.stop().await;
-}
 
 #[tokio::test]
 async fn requests_with_unknown_host_names_are_refused() {

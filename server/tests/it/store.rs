@@ -266,16 +266,12 @@ async fn test_sweeps(store: &dyn Store) {
     let paused = store.sweep("sweep-1").await.unwrap().unwrap();
     assert_eq!((paused.state, paused.reason.as_deref()), (SweepState::Paused, Some("full")));
     assert!(store.set_sweep_state("sweep-1", SweepState::Cancelled, None, None).await.unwrap());
-    assert!(
-        !store.set_sweep_state("sweep-1", SweepState::Running, None, None).await.unwrap(),
-        "a cancelled sweep cannot run"
-    );
+    // A cancelled sweep cannot run.
+    assert!(!store.set_sweep_state("sweep-1", SweepState::Running, None, None).await.unwrap());
     assert!(!store.delete_sweep("sweep-1").await.unwrap(), "the sweep has not ended");
     assert!(store.set_sweep_state("sweep-1", SweepState::Cancelled, None, Some(at)).await.unwrap());
-    assert!(
-        !store.set_sweep_state("sweep-1", SweepState::Cancelled, None, Some(at)).await.unwrap(),
-        "the sweep has ended"
-    );
+    // The sweep has ended.
+    assert!(!store.set_sweep_state("sweep-1", SweepState::Cancelled, None, Some(at)).await.unwrap());
     assert!(store.unfinished_sweeps().await.unwrap().is_empty());
     store.delete_job(&id).await.unwrap();
     assert!(store.delete_sweep("sweep-1").await.unwrap());

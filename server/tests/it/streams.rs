@@ -5,7 +5,7 @@ use crate::{
     test_server::{Stream, TIMEOUT, TestServer, socket_request, wait_until},
 };
 use lockstep_protocol::{
-    agent::{AttemptEvent, Ending, FromAgent, Source, ToAgent},
+    agent::{AttemptEvent, Ending, Source, ToAgent},
     job::JobState,
     metric::MetricColumn,
     random::Random,
@@ -85,8 +85,7 @@ async fn readers_receive_all_stored_events_whenever_they_connect() {
             }
             // Rank 0's first record is `Running`.
             let first = burst * 13 + u64::from(rank == 0);
-            let attempt = attempt.clone();
-            agent.send(FromAgent::Report { attempt, source: Source::Rank(rank), first, events }).await;
+            agent.send_report(&attempt, Source::Rank(rank), first, events).await;
         }
         let sent = (burst + 1) * 2;
         while acknowledged + MAX_IN_FLIGHT < sent {
@@ -264,11 +263,8 @@ async fn acknowledged_events_and_running_jobs_survive_a_restart() {
 
     let server = TestServer::open(dir, |_| {}).await;
     assert_eq!(server.stored_events(&id).await, before);
-    assert_eq!(
-        server.job(&id).await.state,
-        JobState::Running,
-        "the agent may return until its lease expires"
-    );
+    // The agent may return until its lease expires.
+    assert_eq!(server.job(&id).await.state, JobState::Running);
     let hello = crate::agent::hello("a", 2, vec![attempt.clone()]);
     let mut agent = Agent::connect(&server, hello).await.unwrap();
     let (acknowledged, revoked) = agent.welcome.clone();

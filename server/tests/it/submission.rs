@@ -299,10 +299,7 @@ async fn weights_that_do_not_fit_are_refused_at_submission() {
         status == 422 && response.to_string().contains("/w/resnet18.pth: is a PyTorch pickle"),
         "{response}"
     );
-    assert_eq!(
-        server.post("/jobs", &spec()).await.1.get("warnings"),
-        None,
-        "a job without weights has no warning"
-    );
+    // A job without weights has no warning.
+    assert_eq!(server.post("/jobs", &spec()).await.1.get("warnings"), None);
     server.stop().await;
 }

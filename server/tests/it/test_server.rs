@@ -142,6 +142,23 @@ pub fn assert_mistake((status, problem): (u16, Value), pointer: &str, text: &str
     assert!(status == 422 && is_expected, "{pointer} {text:?}: {status} {problem}");
 }
 
+/// Two tests that call a function with a new server: one with the usual database, and one with Postgres.
+macro_rules! on_two_databases {
+    ($usual:ident, $postgres:ident, $test:ident) => {
+        #[tokio::test]
+        async fn $usual() {
+            $test($crate::test_server::TestServer::new().await).await;
+        }
+
+        #[tokio::test]
+        async fn $postgres() {
+            let url = $crate::postgres::database();
+            $test($crate::test_server::TestServer::with(|c| c.database = Some(url)).await).await;
+        }
+    };
+}
+pub(crate) use on_two_databases;
+
 impl TestServer {
     pub async fn new() -> Self {
         Self::with(|_| {}).await
@@ -197,8 +214,7 @@ impl TestServer {
 
     /// Creates a token and returns its id and secret.
     pub async fn make_token(&self, body: &Value) -> (String, String) {
-        let (status, token) = self.post("/tokens", body).await;
-        assert_eq!(status, 201, "{token}");
+        let token = self.create("/tokens", body).await;
         (token["id"].as_str().unwrap().to_owned(), token["secret"].as_str().unwrap().to_owned())
     }
 
@@ -240,6 +256,13 @@ impl TestServer {
 
     pub async fn post(&self, path: &str, body: &Value) -> (u16, Value) {
         self.send(self.http.post(self.url(&format!("/api/v1{path}"))).json(body)).await
+    }
+
+    /// Sends a request that must create an object, and returns the response.
+    pub async fn create(&self, path: &str, body: &Value) -> Value {
+        let (status, created) = self.post(path, body).await;
+        assert_eq!(status, 201, "{path}: {created}");
+        created
     }
 
     pub async fn patch(&self, path: &str, body: &Value) -> (u16, Value) {
@@ -285,9 +308,7 @@ impl TestServer {
     pub async fn submit(&self, change: impl FnOnce(&mut Value)) -> Job {
         let mut spec = spec();
         change(&mut spec);
-        let (status, body) = self.post("/jobs", &spec).await;
-        assert_eq!(status, 201, "{body}");
-        serde_json::from_value(body).unwrap()
+        serde_json::from_value(self.create("/jobs", &spec).await).unwrap()
     }
 
     pub async fn job(&self, id: &str) -> Job {

@@ -20,11 +20,8 @@ async fn an_unreported_checkpoint_newer_than_the_remaining_reported_ones_is_used
     }
     agent.end(&first, failed("by the test", true)).await;
     let second = agent.expect_start().await;
-    assert_eq!(
-        second.resume.as_deref(),
-        Some("1-20"),
-        "unreported checkpoints before the newest reported one are not used"
-    );
+    // Unreported checkpoints before the newest reported one are not used.
+    assert_eq!(second.resume.as_deref(), Some("1-20"));
     assert_eq!(server.checkpoint_steps(&id).await, [20]);
     agent.report(&second.attempt, Source::Rank(0), 0, vec![running(100, 20), checkpoint(30)]).await;
     write_checkpoint(server.job_dir(&id), 60);
@@ -35,11 +32,8 @@ async fn an_unreported_checkpoint_newer_than_the_remaining_reported_ones_is_used
     agent.report(&third.attempt, Source::Rank(0), 0, vec![running(100, 60)]).await;
     write_checkpoint(server.job_dir(&id), 80);
     agent.end(&third.attempt, failed("by the test", true)).await;
-    assert_eq!(
-        agent.expect_start().await.resume.as_deref(),
-        Some("1-80"),
-        "no reported checkpoint is missing"
-    );
+    // No reported checkpoint is missing.
+    assert_eq!(agent.expect_start().await.resume.as_deref(), Some("1-80"));
     assert_eq!(server.checkpoint_steps(&id).await, [80, 60, 20]);
     server.stop().await;
 }

@@ -97,16 +97,11 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
             server.execute(&format!("ALTER TABLE attempts RENAME COLUMN {from} TO {to}")).await
         };
         rename("own_disks", "elsewhere").await;
-        let report =
-            |source, events| FromAgent::Report { attempt: attempt.clone(), source, first: 0, events };
         let removed = AttemptEvent::CheckpointRemoved { epoch: 1, step: 10 };
-        b.send(report(Source::Rank(2), vec![checkpoint(20), removed])).await;
-        b.send(report(Source::Agent, vec![AttemptEvent::Ended(lost_contact(2))])).await;
-        let response = b.next().await;
-        assert!(
-            response.is_none(),
-            "the server closes the connection, so that the agent sends both reports again: {response:?}"
-        );
+        b.send_report(&attempt, Source::Rank(2), 0, vec![checkpoint(20), removed]).await;
+        b.send_report(&attempt, Source::Agent, 0, vec![AttemptEvent::Ended(lost_contact(2))]).await;
+        // The server closes the connection, so that the agent sends both reports again.
+        assert_eq!(b.next().await, None);
         rename("elsewhere", "own_disks").await;
         if b_leaves {
             // The job waits for the reports of the other machine.
@@ -309,33 +304,21 @@ async fn after_a_lost_rank_one_agent_at_a_time_uploads() {
     let attempt = next_attempt(&mut a, &mut b).await;
     let api_a = AttemptApi::new(&server, &tokens[0], "id-a", &attempt);
     let api_b = AttemptApi::new(&server, &tokens[1], "id-b", &attempt);
-    assert_eq!(
-        api_b.request("GET", "/uploads/1-17", vec![]).await.0,
-        403,
-        "before the agent has reported its own disk"
-    );
+    // The agent has not reported its own disk yet.
+    assert_eq!(api_b.request("GET", "/uploads/1-17", vec![]).await.0, 403);
     for api in [&api_a, &api_b] {
         api.report_own_disk().await;
     }
     a.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), checkpoint(10)]).await;
-    assert_eq!(
-        api_b.request("GET", "/uploads/1-10", vec![]).await.0,
-        404,
-        "the second agent has not reported the checkpoint"
-    );
-    assert_eq!(
-        api_b.request("GET", "/uploads/1-17", vec![]).await.0,
-        404,
-        "no agent has reported the checkpoint"
-    );
+    // The second agent has not reported the checkpoint.
+    assert_eq!(api_b.request("GET", "/uploads/1-10", vec![]).await.0, 404);
+    // No agent has reported the checkpoint.
+    assert_eq!(api_b.request("GET", "/uploads/1-17", vec![]).await.0, 404);
     // A rank is lost. The second machine reports its checkpoint first.
     b.report(&attempt, Source::Rank(2), 0, vec![checkpoint(17)]).await;
     assert_eq!(api_b.request("GET", "/uploads/1-17", vec![]).await.0, 200);
-    assert_eq!(
-        api_a.request("GET", "/uploads/1-17", vec![]).await.0,
-        404,
-        "the first agent has not reported the checkpoint"
-    );
+    // The first agent has not reported the checkpoint.
+    assert_eq!(api_a.request("GET", "/uploads/1-17", vec![]).await.0, 404);
     a.report(&attempt, Source::Rank(0), 2, vec![checkpoint(17)]).await;
     assert_eq!(api_a.request("GET", "/uploads/1-17", vec![]).await.0, 200);
     assert_eq!(api_b.request("GET", "/uploads/1-17", vec![]).await.0, 503, "one agent uploads at a time");

@@ -163,8 +163,7 @@ fn allow_private(config: &mut ServeConfig) {
 impl TestServer {
     /// Adds a webhook, and returns its id and secret.
     async fn add_webhook(&self, body: &Value) -> (String, String) {
-        let (status, webhook) = self.post("/webhooks", body).await;
-        assert_eq!(status, 201, "{webhook}");
+        let webhook = self.create("/webhooks", body).await;
         (webhook["id"].as_str().unwrap().to_owned(), webhook["secret"].as_str().unwrap().to_owned())
     }
 
@@ -404,15 +403,8 @@ async fn private_addresses_are_refused_as_numbers_and_by_name() {
         assert!(attempt["status"].is_null(), "{sent}");
     }
     assert!(receiver.is_empty());
-    for url in
-        ["http://127.0.0.1/", "http://2130706433/", "http://[::ffff:169.254.169.254]/", "http://10.0.0.1/x"]
-    {
-        assert_mistake(
-            server.post("/webhooks", &json!({"url": url})).await,
-            "/url",
-            "--webhooks-allow-private",
-        );
-    }
+    let refused = server.post("/webhooks", &json!({"url": "http://2130706433/"})).await;
+    assert_mistake(refused, "/url", "--webhooks-allow-private");
     server.stop().await;
 }
 
@@ -431,10 +423,8 @@ async fn a_slow_receiver_does_not_delay_others() {
             slow_requests += 1;
         }
     }
-    assert!(
-        since.elapsed() < Duration::from_secs(14),
-        "the messages arrive before the slow request times out"
-    );
+    // The messages arrive before the slow request times out.
+    assert!(since.elapsed() < Duration::from_secs(14));
     assert!(slow_requests <= 1, "a webhook gets one message at a time, but got {slow_requests}");
     server.stop().await;
 }

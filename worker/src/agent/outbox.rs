@@ -181,7 +181,7 @@ impl Outbox {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::{Observer, Records, Reporter};
+    use crate::report::Records;
     use lockstep_protocol::{
         agent::{Ending, StartAttempt},
         reason::FailureCode,
@@ -217,36 +217,6 @@ mod tests {
 
     fn stored(attempt: &StoredAttempt, source: Source, records: u64) -> Acknowledged {
         Acknowledged { attempt: attempt.start.attempt.clone(), source, records, watched: false }
-    }
-
-    #[test]
-    fn the_end_is_sent_last_and_no_record_twice_after_reconnecting() {
-        let dir = tempfile::tempdir().unwrap();
-        let attempt = stored_attempt(dir.path());
-        let attempt_dir = attempt.attempt_dir();
-        for rank in 0..2 {
-            let reporter = Reporter::create(&attempt_dir, rank).unwrap();
-            for step in 1..=3 {
-                reporter.event(&AttemptEvent::CheckpointRemoved { epoch: 1, step });
-            }
-        }
-        let mut outbox = Outbox::new(&attempt, &[]);
-        assert_eq!(sent(&mut outbox, &attempt, false), [(Source::Rank(0), 0, 3), (Source::Rank(1), 0, 3)]);
-
-        let mut records = Records::append_to(&agent_events_path(&attempt)).unwrap();
-        records.append(&AttemptEvent::Ended(Ending::Stopped)).unwrap();
-        // The agent reconnects to a server that has two records of rank 1 and none of rank 0.
-        let mut outbox = Outbox::new(&attempt, &[stored(&attempt, Source::Rank(1), 2)]);
-        assert_eq!(
-            sent(&mut outbox, &attempt, true),
-            [(Source::Rank(0), 0, 3), (Source::Rank(1), 2, 1), (Source::Agent, 0, 1)]
-        );
-        for (source, records) in [(Source::Rank(0), 3), (Source::Agent, 1)] {
-            outbox.acknowledge(&stored(&attempt, source, records));
-            assert!(!outbox.is_delivered());
-        }
-        outbox.acknowledge(&stored(&attempt, Source::Rank(1), 3));
-        assert!(outbox.is_delivered());
     }
 
     #[test]

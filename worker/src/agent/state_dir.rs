@@ -278,11 +278,8 @@ mod tests {
         server.unlock().unwrap();
         assert_eq!(state_dir.server_holds_lock(), Some(false));
         state_dir.record_server(Some(&lock));
-        assert_eq!(
-            state_dir.server_holds_lock(),
-            None,
-            "the file was not locked when the server was noted, so another machine may have a lock of this name"
-        );
+        // The file was not locked when the server was noted, so another machine may have a lock of this name.
+        assert_eq!(state_dir.server_holds_lock(), None);
         state_dir.record_server(Some(Path::new("/nowhere/server.lock")));
         assert_eq!(state_dir.server_holds_lock(), None);
         drop(state_dir);

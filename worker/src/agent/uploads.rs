@@ -336,10 +336,8 @@ mod tests {
                 Uploads { dir: dir.path().into(), remote: Arc::new(remote), jobs: HashMap::new() };
             let is_done = uploads.upload_all().await;
             assert_eq!(*requests.lock().unwrap(), ["GET uploads/1-10"]);
-            assert_eq!(
-                is_done, !has_rank_0,
-                "without rank 0, no report about an earlier checkpoint is in flight"
-            );
+            // Without rank 0, no report about an earlier checkpoint is in flight.
+            assert_eq!(is_done, !has_rank_0);
         }
     }
 

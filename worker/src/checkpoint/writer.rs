@@ -407,11 +407,8 @@ mod tests {
             Some(CheckpointEvent::Dropped { step, .. }) => Some(step),
             other => other.map(|event| panic!("{event:?}")),
         };
-        assert_eq!(
-            (save(1, LONG), save(2, LONG)),
-            (None, None),
-            "the first snapshot is written, the second waits"
-        );
+        // The first snapshot is written, the second waits.
+        assert_eq!((save(1, LONG), save(2, LONG)), (None, None));
         assert_eq!(save(3, Duration::from_millis(50)), Some(2));
         let began = Instant::now();
         assert_eq!(save(4, LONG), Some(3), "the writer is known to hang");

@@ -246,29 +246,3 @@ fn log_sum_exp(logits: &[f32]) -> f64 {
     let highest = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
     highest + logits.iter().map(|v| (f64::from(*v) - highest).exp()).sum::<f64>().ln()
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sizes_in_a_model_file_are_limited() {
-        let grey = [0.5];
-        let colour = [0.5; 3];
-        for (side, classes) in [(8, 1), (4096, 100_000)] {
-            assert_eq!(check_sizes(side, 1, classes, &grey, &grey), Ok(()));
-            assert_eq!(check_sizes(side, 3, classes, &colour, &colour), Ok(()));
-        }
-        for (side, channels, classes) in [(7, 1, 1), (4097, 1, 1), (28, 2, 1), (28, 0, 1), (28, 1, 0)] {
-            let error = check_sizes(side, channels, classes, &grey, &grey).unwrap_err();
-            assert!(error.contains("is not a valid model"), "{error}");
-        }
-        let error = check_sizes(28, 1, 100_001, &grey, &grey).unwrap_err();
-        assert!(error.contains("has 100001 classes") && error.contains("--knn"), "{error}");
-        let unfit: [(&[f32], &[f32]); 5] =
-            [(&[], &grey), (&grey, &[]), (&colour, &grey), (&grey, &[0.0]), (&grey, &[f32::NAN])];
-        for (mean, std) in unfit {
-            assert!(check_sizes(28, 1, 10, mean, std).unwrap_err().contains("mean and std"));
-        }
-    }
-}

@@ -58,7 +58,6 @@ fn read_shapes(path: &Path, allowed: Option<&AllowedFolders>) -> Result<(PathBuf
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_host::tensors::{HostTensor, NamedTensors};
     use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
     use std::collections::BTreeMap;
 
@@ -71,14 +70,15 @@ mod tests {
         FitWeights { weights, model, image_size: 32, channels: 3, classes, allowed: None }
     }
 
-    /// Writes a file with this network's weights, after `change`.
-    fn write(dir: &Path, model: &ModelSpec, change: impl FnOnce(&mut NamedTensors)) -> PathBuf {
-        let network = net::build(model, 32, 3, 10).unwrap();
-        let mut tensors = net::init::initial_parameters(&network, false, 1);
-        change(&mut tensors);
+    fn resnet20() -> ModelSpec {
+        model(Arch::ResNet20, Stem::Auto)
+    }
+
+    /// Writes a file with the weights of a ResNet-20.
+    fn write_resnet20(dir: &Path) -> PathBuf {
+        let network = net::build(&resnet20(), 32, 3, 10).unwrap();
+        let tensors = net::init::initial_parameters(&network, false, 1);
         let file = dir.join("weights.safetensors");
-        // The file of an earlier call.
-        let _ = std::fs::remove_file(&file);
         checkpoint::write_tensors(&file, &tensors, None, &BTreeMap::new()).unwrap();
         file
     }
@@ -86,32 +86,18 @@ mod tests {
     #[test]
     fn matching_weights_fit_with_other_classes_and_others_are_refused() {
         let dir = tempfile::tempdir().unwrap();
-        let resnet20 = model(Arch::ResNet20, Stem::Auto);
-        let file = write(dir.path(), &resnet20, |_| {});
-        assert_eq!(find_mistake(&fit_request(&file, resnet20.clone(), 10)), None);
-        assert_eq!(find_mistake(&fit_request(&file, resnet20.clone(), 131)), None, "the head may differ");
+        let file = write_resnet20(dir.path());
+        assert_eq!(find_mistake(&fit_request(&file, resnet20(), 10)), None);
+        assert_eq!(find_mistake(&fit_request(&file, resnet20(), 131)), None, "the head may differ");
         let message = find_mistake(&fit_request(&file, model(Arch::ResNet32, Stem::Auto), 10)).unwrap();
         for part in
             ["does not fit a resnet32", "tensors, the network", "layer1.3.bn1.bias, ", "more are missing"]
         {
             assert!(message.contains(part), "{part:?} in {message}");
         }
-        let message = find_mistake(&fit_request(&file, model(Arch::ResNet20, Stem::Imagenet), 10)).unwrap();
-        assert!(message.contains("(set model.stem = \"cifar\")"), "{message}");
-        let message = find_mistake(&fit_request(Path::new("foo"), resnet20.clone(), 10)).unwrap();
+        let message = find_mistake(&fit_request(Path::new("foo"), resnet20(), 10)).unwrap();
         assert!(
             message.starts_with("foo does not exist on the training machine; give the path"),
-            "{message}"
-        );
-        let tensor =
-            |shape: &[usize]| HostTensor { shape: shape.to_vec(), values: vec![0.0; shape.iter().product()] };
-        let file = write(dir.path(), &resnet20, |tensors| {
-            tensors.insert("bn1.bias".into(), tensor(&[9]));
-            tensors.insert("layer9.bias".into(), tensor(&[1]));
-        });
-        let message = find_mistake(&fit_request(&file, resnet20, 10)).unwrap();
-        assert!(
-            message.contains("bn1.bias is [9], wanted [16]; layer9.bias is not in this network"),
             "{message}"
         );
     }
@@ -119,8 +105,7 @@ mod tests {
     #[test]
     fn a_link_to_a_file_outside_the_allowed_folders_is_not_read() {
         let dir = tempfile::tempdir().unwrap();
-        let resnet20 = || model(Arch::ResNet20, Stem::Auto);
-        let outside = write(dir.path(), &resnet20(), |_| {});
+        let outside = write_resnet20(dir.path());
         let root = dir.path().join("root");
         std::fs::create_dir_all(root.join("folder")).unwrap();
         let allowed = AllowedFolders { below: vec![root.display().to_string()], except: Vec::new() };
@@ -143,8 +128,7 @@ mod tests {
     #[test]
     fn another_file_format_is_named_in_the_error() {
         let dir = tempfile::tempdir().unwrap();
-        let resnet20 = || model(Arch::ResNet20, Stem::Auto);
-        let whole = std::fs::read(write(dir.path(), &resnet20(), |_| {})).unwrap();
+        let whole = std::fs::read(write_resnet20(dir.path())).unwrap();
         let file = dir.path().join("other.safetensors");
         let header = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
         let numbers =

@@ -216,16 +216,4 @@ mod tests {
             "rank 1 ended with exit status 101 at step 3: index out of bounds"
         );
     }
-
-    #[test]
-    fn a_rank_that_recorded_its_finish_has_succeeded() {
-        let unseen = RankEnd { rank: 0, exit: Some(Exit::Unseen), step: 9, ..Default::default() };
-        assert_eq!(
-            reason(std::slice::from_ref(&unseen)),
-            "rank 0 ended at step 9; how is unknown, because the agent that started it had ended"
-        );
-        let finished = RankEnd { recorded_status: Some(EXIT_FINISHED), ..unseen };
-        assert!(finished.is_success());
-        assert_eq!(failure_cause(&[finished]), None);
-    }
 }

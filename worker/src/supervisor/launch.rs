@@ -199,17 +199,6 @@ mod tests {
     }
 
     #[test]
-    fn the_exit_status_and_the_output_are_kept() {
-        let dir = tempfile::tempdir().unwrap();
-        let config = config(dir.path());
-        let (exit, printed) = run(&program(dir.path(), "echo out; echo err >&2; exit 7"), &config);
-        assert_eq!(exit, Exit::Status(7));
-        assert!(printed.contains("out") && printed.contains("err"), "{printed}");
-        // A later supervisor also sees that it has ended.
-        assert_eq!(RankProcess::adopt(&config.attempt_dir(), 0).poll(), Some(Exit::Unseen));
-    }
-
-    #[test]
     fn a_gpu_rank_sees_its_attempt_s_gpus_and_finds_libraries() {
         let dir = tempfile::tempdir().unwrap();
         let script = program(dir.path(), "echo \"$CUDA_VISIBLE_DEVICES|$LD_LIBRARY_PATH|$HOME\"");
@@ -223,16 +212,6 @@ mod tests {
         // A job on CPU cores gets no GPU.
         config.start.spec.parallel.device = lockstep_protocol::spec::Device::Cpu;
         assert!(!run(&script, &config).1.contains("GPU-b"));
-    }
-
-    #[test]
-    fn a_rank_gets_its_backend_s_environment() {
-        let dir = tempfile::tempdir().unwrap();
-        let script = program(dir.path(), &format!("echo \"${}\"", toy::VISIBLE));
-        let mut config = config(dir.path());
-        let device = toy::device("a");
-        config.gpu = Some(RankGpu { ordinal: 0, visible: vec![device.clone()] });
-        assert_eq!(run(&script, &config), (Exit::Status(0), format!("{device}\n")));
     }
 
     /// A script that prints whether it was started as a spare process.

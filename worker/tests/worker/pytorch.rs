@@ -106,12 +106,12 @@ pub(crate) fn config(batch_size: usize, optimizer: Optimizer) -> EngineConfig {
 }
 
 #[test]
-fn names_shapes_and_logits_of_every_resnet_match_pytorch() {
+fn names_shapes_and_logits_of_plain_resnets_match_pytorch() {
     compare_architectures("architectures.json", 10);
 }
 
 #[test]
-fn names_shapes_and_logits_of_other_resnets_match_pytorch() {
+fn names_shapes_and_logits_of_resnexts_and_wide_resnets_match_pytorch() {
     compare_architectures("resnexts.json", 5);
 }
 

@@ -157,11 +157,8 @@ mod tests {
             let leases = Leases::new(Duration::from_secs(600));
             let attempt = || AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
             let unknown: Vec<_> = (0..count).map(|_| attempt()).collect();
-            assert_eq!(
-                leases.renew_at_connect("a", &unknown).len(),
-                count,
-                "the agent is told to end all of them"
-            );
+            // The agent is told to end all of them.
+            assert_eq!(leases.renew_at_connect("a", &unknown).len(), count);
             for attempt in &unknown[..MAX_GIVEN_UP] {
                 assert!(leases.is_given_up("a"));
                 leases.note_ranks_ended("a", attempt);

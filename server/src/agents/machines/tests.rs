@@ -43,11 +43,8 @@ fn points_are_decoded_and_damaged_bytes_refused() {
     let bytes = point.encode();
     assert!(bytes.len() < 200, "{}", bytes.len());
     let decoded = Point::decode(at(0), &bytes).unwrap();
-    assert_eq!(
-        format!("{decoded:?}"),
-        format!("{point:?}"),
-        "compared as text, since NaN is not equal to itself"
-    );
+    // Compared as text, since NaN is not equal to itself.
+    assert_eq!(format!("{decoded:?}"), format!("{point:?}"));
     for end in [0, 1, 5, bytes.len() - 1] {
         assert!(Point::decode(at(0), &bytes[..end]).is_none(), "cut at {end}");
     }
@@ -102,12 +99,8 @@ fn impossible_values_are_left_out() {
     impossible.gpus.truncate(MAX_MEASURED_GPUS);
     assert_eq!(sanitize(impossible, &slots(1000)).gpus.len(), MAX_MEASURED_GPUS);
 
-    let finding = |text: &str| MachineWarning { problem: true, text: text.into() };
-    let long = "x".repeat(FINDING_CHARS);
-    assert_eq!(limit_findings(vec![finding(&long)])[0].text.len(), FINDING_CHARS);
-    assert_eq!(limit_findings(vec![finding(&format!("{long}y"))])[0].text.len(), FINDING_CHARS);
-    assert_eq!(limit_findings(vec![finding("a"); MAX_FINDINGS + 1]).len(), MAX_FINDINGS);
-    assert_eq!(limit_findings(vec![finding("a\u{202e}b")])[0].text, r"a\u202eb");
+    let finding = MachineWarning { problem: true, text: "a\u{202e}b".into() };
+    assert_eq!(limit_findings(vec![finding])[0].text, r"a\u202eb");
 }
 
 #[test]

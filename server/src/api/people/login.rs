@@ -340,9 +340,17 @@ mod tests {
         let (longest, longer) =
             (format!("/{}", "a".repeat(MAX_NEXT_BYTES - 1)), format!("/{}", "a".repeat(MAX_NEXT_BYTES)));
         assert_eq!(return_path(Some(&longest)), longest);
-        for other in
-            ["", "//evil.example", "/\\evil.example", "http://evil.example", "/a\nb", "jobs", &longer]
-        {
+        for other in [
+            "",
+            "//evil.example",
+            "/\\evil.example",
+            "/\t/evil.example",
+            "http://evil.example",
+            "javascript:alert(1)",
+            "/a\nb",
+            "jobs",
+            &longer,
+        ] {
             assert_eq!(return_path(Some(other)), "/jobs", "{other}");
         }
         assert_eq!(return_path(None), "/jobs");

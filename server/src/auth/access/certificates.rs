@@ -90,10 +90,8 @@ mod tests {
         let caller = access.authenticate_certificate("node-a", at(100)).unwrap();
         let token = caller.token().unwrap();
         assert_eq!((token.agent.as_deref(), token.scope), (Some("node-a"), Scope::Agent));
-        assert!(
-            is_certificate(token) && access.count_valid_tokens() == 0,
-            "certificates are not counted as tokens"
-        );
+        // Certificates are not counted as tokens.
+        assert!(is_certificate(token) && access.count_valid_tokens() == 0);
         let mut row = access.token(&certificate_id("node-a")).unwrap();
         row.token.agent_id = Some("1".into());
         row.token.revoked_at = Some(at(200));

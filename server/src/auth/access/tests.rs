@@ -41,29 +41,6 @@ fn revoking_a_token_ends_all_its_sessions_and_signing_out_ends_one() {
 }
 
 #[test]
-fn tokens_expire_on_time_and_can_be_replaced() {
-    let access = Access::new(true);
-    let secret = Secret::new_token().unwrap();
-    let mut token = row("t", Scope::Read, &secret);
-    token.token.expires_at = Some(crate::now() + Duration::from_secs(3600));
-    access.put_token(token.clone());
-    let caller = access.authenticate_token(&secret.text).expect("valid");
-    access.expire(crate::now());
-    assert!(!caller.0.as_ref().unwrap().ended.is_cancelled());
-    access.expire(token.token.expires_at.unwrap());
-    assert!(caller.0.as_ref().unwrap().ended.is_cancelled());
-    token.token.expires_at = Some(crate::now());
-    access.put_token(token);
-    assert_eq!(access.authenticate_token(&secret.text).err(), Some(Denied::Expired));
-
-    let replacement = Secret::new_token().unwrap();
-    access.put_token(row("t", Scope::Read, &replacement));
-    assert_eq!(access.authenticate_token(&secret.text).err(), Some(Denied::Unknown));
-    assert!(access.authenticate_token(&replacement.text).is_ok());
-    assert_eq!(access.tokens().len(), 1);
-}
-
-#[test]
 fn the_use_of_a_token_is_stored_once_and_its_sessions_are_limited() {
     let access = Access::new(true);
     let secret = Secret::new_token().unwrap();

@@ -121,18 +121,3 @@ pub(super) fn check(
         None => refuse("it names no subject"),
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tokens_of_more_than_64_kib_are_refused() {
-        let detail = |bytes: usize| match parts(&"a".repeat(bytes)) {
-            Err(OidcError::Refused(why)) => why,
-            other => panic!("{other:?}"),
-        };
-        assert!(detail(MAX_BYTES).contains("it is not a signed token"));
-        assert!(detail(MAX_BYTES + 1).contains("it is too long"));
-    }
-}

@@ -74,30 +74,3 @@ impl<'de> Visitor<'de> for NestedValue {
         Ok(())
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn keys_that_occur_twice_are_refused() {
-        for good in ["{}", r#"{"a": {"b": 1}, "b": [{"a": 1}, {"a": null}]}"#, "[1, -2, 0.5, true, \"x\"]"] {
-            check(good.as_bytes()).unwrap();
-        }
-        for bad in [r#"{"a": 1, "a": 1}"#, r#"{"x": [{"a": 1, "b": 2, "\u0061": 3}]}"#] {
-            let error = check(bad.as_bytes()).unwrap_err().to_string();
-            assert!(error.contains("\"a\" appears twice at line 1"), "{error}");
-        }
-        assert!(check(b"{} {}").is_err(), "a body has only one value");
-    }
-
-    #[test]
-    fn nesting_has_a_limit() {
-        let nested = |depth: usize| format!("{}{}", "[".repeat(depth), "]".repeat(depth));
-        check(nested(JSON_NESTING).as_bytes()).unwrap();
-        for depth in [JSON_NESTING + 1, 500_000] {
-            let error = check(nested(depth).as_bytes()).unwrap_err().to_string();
-            assert!(error.contains("more than 32 deep"), "{error}");
-        }
-    }
-}

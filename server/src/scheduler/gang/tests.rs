@@ -174,16 +174,10 @@ fn of_equally_many_machines_those_whose_slowest_link_is_fastest_are_chosen() {
     };
     let slow_and_fast = speeds(Some(1000), Some(10_000), Some(100_000), Some(100_000));
     assert_eq!(chosen_from(&slow_and_fast, 6, &[]), expected(&[("c", 3), ("d", 3)]));
-    assert_eq!(
-        chosen_from(&slow_and_fast, 7, &[]),
-        expected(&[("b", 4), ("c", 3)]),
-        "the slowest link counts"
-    );
-    assert_eq!(
-        chosen_from(&slow_and_fast, 8, &[]),
-        expected(&[("a", 4), ("b", 4)]),
-        "two machines with a slow link rather than three"
-    );
+    // The slowest link counts.
+    assert_eq!(chosen_from(&slow_and_fast, 7, &[]), expected(&[("b", 4), ("c", 3)]));
+    // Two machines with a slow link rather than three.
+    assert_eq!(chosen_from(&slow_and_fast, 8, &[]), expected(&[("a", 4), ("b", 4)]));
     assert_eq!(chosen_from(&slow_and_fast, 9, &[]), expected(&[("b", 4), ("c", 3), ("d", 2)]));
     assert_eq!(chosen_from(&slow_and_fast, 6, &["c"]), expected(&[("b", 4), ("d", 2)]), "c is reserved");
     // The speed of b is unknown: it counts as the slowest known speed.

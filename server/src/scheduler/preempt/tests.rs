@@ -58,11 +58,8 @@ fn as_few_jobs_as_possible_are_stopped_and_those_of_lowest_priority() {
     let running: [Running<'_>; 3] =
         [(0, false, &[("a", &[0])]), (1, false, &[("a", &[1])]), (2, false, &[("a", &[2, 3])])];
     assert_eq!(plan(&one_machine, &running, 1), expected(&[("a", 1)], &[0]));
-    assert_eq!(
-        plan(&one_machine, &running, 2),
-        expected(&[("a", 2)], &[2]),
-        "one job rather than two of lower priority"
-    );
+    // One job rather than two of lower priority.
+    assert_eq!(plan(&one_machine, &running, 2), expected(&[("a", 2)], &[2]));
     assert_eq!(plan(&one_machine, &running, 3), expected(&[("a", 3)], &[0, 2]));
     assert_eq!(plan(&one_machine, &running, 4), expected(&[("a", 4)], &[0, 1, 2]));
     assert_eq!(plan(&one_machine, &running, 5), None, "the agent has only four slots");
@@ -121,11 +118,8 @@ fn only_preemptible_jobs_of_lower_priority_are_stopped() {
     let mut running =
         yielding(&[(0, false, &[("a", &[0])]), (9, true, &[("a", &[1])]), (12, false, &[("a", &[2])])]);
     running[1].occupant.preemptible = false;
-    assert_eq!(
-        plan_with(&one_machine, &running, 1),
-        expected(&[("a", 1)], &[]),
-        "a job that is ending, of the same priority and not preemptible"
-    );
+    // Slot 1: its job is ending, of the same priority and not preemptible.
+    assert_eq!(plan_with(&one_machine, &running, 1), expected(&[("a", 1)], &[]));
     assert_eq!(plan_with(&one_machine, &running, 2), expected(&[("a", 2)], &[0]));
     assert_eq!(plan_with(&one_machine, &running, 3), None, "a job of higher priority is not stopped");
     // Its ranks on another machine have ended, so these ranks are ending, too.

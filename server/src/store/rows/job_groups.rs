@@ -143,17 +143,4 @@ mod tests {
         // The sum of squares overflows.
         assert_eq!(statistics(&[f64::MAX, -f64::MAX]).std, None);
     }
-
-    #[test]
-    fn group_values_keep_their_json_type() {
-        let values = [
-            GroupValue::Bool(true),
-            GroupValue::Number(0.1),
-            GroupValue::Text("0.1".into()),
-            GroupValue::Missing,
-        ];
-        let text = serde_json::to_string(&values).unwrap();
-        assert_eq!(text, r#"[true,0.1,"0.1",null]"#);
-        assert_eq!(serde_json::from_str::<[GroupValue; 4]>(&text).unwrap(), values);
-    }
 }

@@ -80,25 +80,18 @@ async fn reports_are_accepted_only_from_the_attempt_s_agent() {
 
     // Another known agent, which has all data of the attempt but was not assigned to it.
     let mut other = Agent::connect(&server, hello("other", 2, Vec::new())).await.unwrap();
-    let forged = |attempt, first| FromAgent::Report {
-        attempt,
-        source: Source::Rank(0),
-        first,
-        events: vec![losses(0, 1..=5)],
-    };
-    other.send(forged(attempt.clone(), 1)).await;
-    assert!(
-        matches!(other.next().await, Some(ToAgent::Stop { .. })),
-        "the server tells the other agent to stop the attempt"
-    );
+    let events = vec![losses(0, 1..=5)];
+    other.send_report(&attempt, Source::Rank(0), 1, events.clone()).await;
+    // The server tells the other agent to stop the attempt.
+    assert!(matches!(other.next().await, Some(ToAgent::Stop { .. })));
     // The assigned agent with a wrong fencing token.
     let mut guessed = attempt.clone();
     guessed.fencing_token.secret ^= 1;
-    agent.send(forged(guessed, 1)).await;
+    agent.send_report(&guessed, Source::Rank(0), 1, events.clone()).await;
     agent.expect_stop().await;
     let points = format!("SELECT count(*) FROM events WHERE job_id = '{id}' AND kind = 'metrics'");
     assert_eq!(server.query_number(&points).await, 0);
-    assert_eq!(agent.report(&attempt, Source::Rank(0), 1, vec![losses(0, 1..=5)]).await, 2);
+    assert_eq!(agent.report(&attempt, Source::Rank(0), 1, events).await, 2);
     assert_eq!(server.query_number(&points).await, 1);
     server.stop().await;
 }

@@ -50,11 +50,8 @@ async fn a_job_without_own_panels_shows_its_project_s_panels() {
 
     assert_eq!(server.put("/projects/default/panels", &panels(&["p", "q"])).await.0, 200);
     assert_eq!(read_panels(&server, &two).await, expected("project", &["p", "q"]));
-    assert_eq!(
-        read_panels(&server, &one).await,
-        expected("job", &["both", "b"]),
-        "the job keeps its own panels"
-    );
+    // The job keeps its own panels.
+    assert_eq!(read_panels(&server, &one).await, expected("job", &["both", "b"]));
     let page = server.get_text(&format!("/jobs/{two}")).await.1;
     assert!(page.contains(r#""panels":{"from":"project","panels":[{"title":"p""#), "{page}");
     // An empty list of own panels is not the same as no own panels.
@@ -97,16 +94,9 @@ async fn the_number_of_panels_is_limited() {
         more.push(panel("one more", &["loss"]));
         assert_mistake(server.put(target, &json!({"panels": more})).await, "/panels", "");
     }
-    let mut seven = time_and_bytes.to_vec();
-    seven.push("disk_read_bytes_per_second");
-    for (wrong, pointer, message) in [
-        (panel(&format!("{title}ä"), &["loss"]), "/panels/0/title", "has 81 characters"),
-        (panel("t", &seven), "/panels/0/metrics", "has 7 metrics"),
-        (panel("t", &["loss", "lr", "accuracy"]), "/panels/0/metrics", "a panel has two axes"),
-        (panel("t", &["los"]), "/panels/0/metrics", "did you mean \"loss\"?"),
-    ] {
-        assert_mistake(server.put(&path, &json!({"panels": [wrong]})).await, pointer, message);
-    }
+    let three_quantities = json!({"panels": [panel("t", &["loss", "lr", "accuracy"])]});
+    let refused = server.put(&path, &three_quantities).await;
+    assert_mistake(refused, "/panels/0/metrics", "a panel has two axes");
     for unreadable in [json!({}), json!({"panels": [{"title": "t"}]}), json!({"panels": [], "more": 1})] {
         assert_eq!(server.put(&path, &unreadable).await.0, 400, "{unreadable}");
     }
@@ -115,36 +105,21 @@ async fn the_number_of_panels_is_limited() {
 }
 
 #[tokio::test]
-async fn panels_need_the_right_to_change_the_job_or_project() {
+async fn panels_of_a_project_need_a_member_who_sees_the_project() {
     let (server, _agent) = server_with_drained_agent().await;
     let People { vera, mona, otto, .. } = add_people(&server).await;
-    let mut spec_of_mona = spec();
-    spec_of_mona["project"] = "hers".into();
-    let (_, job) = server.send_as(&mona, "POST", "/jobs", Some(spec_of_mona.clone())).await;
-    let job_panels = format!("/jobs/{}/panels", job["id"].as_str().unwrap());
-    let put = Some(panels(&["a"]));
-    for (who, method, expected) in [
-        (&vera, "PUT", 403),
-        (&otto, "PUT", 403),
-        (&otto, "DELETE", 403),
-        (&otto, "GET", 200),
-        (&vera, "GET", 200),
-        (&mona, "PUT", 200),
-        (&mona, "DELETE", 204),
-    ] {
-        let body = (method == "PUT").then(|| put.clone()).flatten();
-        assert_eq!(server.send_as(who, method, &job_panels, body).await.0, expected, "{method}");
+    for (project, private) in [("hers", false), ("secret", true)] {
+        let mut spec = spec();
+        (spec["project"], spec["private"]) = (project.into(), private.into());
+        assert_eq!(server.send_as(&mona, "POST", "/jobs", Some(spec)).await.0, 201);
     }
+    let put = Some(panels(&["a"]));
     let project_panels = "/projects/hers/panels";
     assert_eq!(server.send_as(&vera, "PUT", project_panels, put.clone()).await.0, 403);
     assert_eq!(server.send_as(&otto, "PUT", project_panels, put.clone()).await.0, 200, "a member");
     assert_eq!(server.send_as(&vera, "GET", project_panels, None).await.0, 200);
 
     // A project with only private jobs does not exist for others.
-    spec_of_mona["project"] = "secret".into();
-    spec_of_mona["private"] = true.into();
-    let (status, made) = server.send_as(&mona, "POST", "/jobs", Some(spec_of_mona)).await;
-    assert_eq!(status, 201, "{made}");
     let secret_panels = "/projects/secret/panels";
     assert_eq!(server.send_as(&mona, "PUT", secret_panels, put.clone()).await.0, 200);
     for (method, body) in [("PUT", put), ("GET", None)] {

@@ -8,14 +8,13 @@ use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 /// The password of all people in these tests.
-pub(super) const PASSWORD: &str = "correct horse";
+const PASSWORD: &str = "correct horse";
 
 impl TestServer {
     /// Adds a person with [`PASSWORD`].
     pub async fn add_person(&self, name: &str, role: &str) {
         let body = json!({"name": name, "role": role, "password": PASSWORD});
-        let (status, person) = self.post("/people", &body).await;
-        assert_eq!(status, 201, "{person}");
+        self.create("/people", &body).await;
     }
 
     /// Changes a person.
@@ -54,10 +53,8 @@ async fn only_an_admin_s_token_creates_the_first_admin() {
     let path = link["url"].as_str().unwrap().replace(&format!("http://{}", server.address), "");
     let mut browser = Browser::new(&server);
     let before = browser.get("/login").await.text().await.unwrap();
-    assert!(
-        before.contains("name=\"token\"") && !before.contains("name=\"password\""),
-        "the form of a server without people"
-    );
+    // This is the form of a server without people.
+    assert!(before.contains("name=\"token\"") && !before.contains("name=\"password\""));
     let fields = format!("setup=true&name=ada&password={PASSWORD}");
     assert_eq!(browser.post("/login", &fields).await.status(), 403, "without a session");
     let response = browser.get(&path).await;
@@ -88,10 +85,8 @@ async fn only_an_admin_s_token_creates_the_first_admin() {
     let hashed = "SELECT count(*) FROM people WHERE hash LIKE '$argon2id$v=19$m=19456,t=2,p=1$%'";
     assert_eq!(server.query_number(hashed).await, 1);
     let form = Browser::new(&server).get("/login").await.text().await.unwrap();
-    assert!(
-        form.contains("name=\"password\"") && form.contains("name=\"token\""),
-        "the form accepts a password or a token"
-    );
+    // The form accepts a password or a token.
+    assert!(form.contains("name=\"password\"") && form.contains("name=\"token\""));
     server.stop().await;
 }
 
@@ -108,11 +103,8 @@ async fn people_sign_in_by_password_and_refusals_reveal_nothing() {
     assert_eq!(vera.post("/jobs/new", "name=x").await.status(), 403, "viewers cannot submit");
     assert_eq!(vera.get("/people").await.status(), 403);
     let mona = server.signed_in("mona").await;
-    assert_eq!(
-        mona.post("/jobs/new", "name=x").await.status(),
-        422,
-        "members may submit, but this form is incomplete"
-    );
+    // Members may submit, but this form is incomplete.
+    assert_eq!(mona.post("/jobs/new", "name=x").await.status(), 422);
     assert_eq!(mona.get("/people").await.status(), 403);
     let (_, log) = server.get("/audit").await;
     let has_sign_in_entry = |who: &str| {
@@ -162,17 +154,11 @@ async fn password_guessing_is_limited_without_affecting_others() {
     for n in 0..20 {
         assert_eq!(try_password(&server, from(2 + n / 10), "ada", "wrong password").await.0, 401, "{n}");
     }
-    assert_eq!(
-        try_password(&server, from(4), "ada", PASSWORD).await.0,
-        429,
-        "the name is blocked for new addresses"
-    );
+    // The name is blocked for new addresses.
+    assert_eq!(try_password(&server, from(4), "ada", PASSWORD).await.0, 429);
     assert_eq!(try_password(&server, from(4), "bob", PASSWORD).await.0, 303, "another person");
-    assert_eq!(
-        try_password(&server, from(9), "ada", PASSWORD).await.0,
-        303,
-        "an address that ada has signed in from before"
-    );
+    // An address that ada has signed in from before.
+    assert_eq!(try_password(&server, from(9), "ada", PASSWORD).await.0, 303);
     server.stop().await;
 }
 

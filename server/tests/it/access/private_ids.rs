@@ -49,8 +49,7 @@ async fn private_ids_get_the_same_response_as_unknown_ids() {
         create_failed_job(&server, &mut agent, |spec| spec["private"] = json!(true)).await;
     let new = json!({"name": "secret-pictures", "path": "/secret", "private": true});
     agent.register_dataset(&server, &new, dataset_info()).await;
-    let (status, version) = server.post("/models", &json!({"name": "secret-model", "job": job})).await;
-    assert_eq!(status, 201, "{version}");
+    server.create("/models", &json!({"name": "secret-model", "job": job})).await;
     server.http = admin;
     let missing = JobId::generate().to_string();
     let missing_checkpoint = format!("{missing}-1-5");

@@ -132,8 +132,7 @@ async fn forks_show_public_parents_and_own_private_parents() {
     // A public job does not show its private forks to others.
     let (id, _) = create_failed_job(&server, &mut agent, |_| {}).await;
     let private = json!({"set": {"private": true}});
-    let (status, fork) = server.post(&format!("/jobs/{id}/fork"), &private).await;
-    assert_eq!(status, 201, "{fork}");
+    let fork = server.create(&format!("/jobs/{id}/fork"), &private).await;
     for (source, text) in read_everything(&server, &otto, &otto_secret, &id).await {
         assert!(!text.contains(fork["id"].as_str().unwrap()), "{source}: {text}");
     }

@@ -93,8 +93,7 @@ async fn try_all_routes(by: By) {
         let mut spec = spec();
         spec["private"] = (*private).into();
         spec["sweep"] = json!({"method": "grid", "parameters": {"train.lr": {"values": [0.1]}}});
-        let (status, sweep) = server.post("/sweeps", &spec).await;
-        assert_eq!(status, 201, "{sweep}");
+        let sweep = server.create("/sweeps", &spec).await;
         sweeps.push(sweep["id"].as_str().unwrap().to_owned());
     }
     // The owner comes last, because the owner's requests delete the objects. The server refuses the requests of the people before.

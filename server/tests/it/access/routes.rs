@@ -4,6 +4,7 @@ use crate::test_server::{TestServer, assert_refused, client_without_redirects, w
 use lockstep_server::{openapi, page_paths};
 use reqwest::{Client, Method};
 use serde_json::json;
+use tokio_tungstenite::connect_async;
 
 /// Routes that need no token.
 const OPEN: [&str; 6] =
@@ -195,6 +196,7 @@ async fn pages_of_other_origins_are_refused_on_every_route_that_changes_somethin
             for request in [
                 by_cookie().header("origin", "https://evil.example"),
                 by_cookie().header("origin", "null"),
+                by_cookie().header("origin", ""),
                 by_cookie().header("sec-fetch-site", "cross-site"),
                 by_cookie().header("sec-fetch-site", "same-site"),
                 by_token().header("origin", "https://evil.example"),
@@ -218,6 +220,9 @@ async fn pages_of_other_origins_are_refused_on_every_route_that_changes_somethin
         }
     }
     assert!(refused > 1000, "{refused}");
+    let mut websocket = server.socket_request("/stream", &server.token);
+    websocket.headers_mut().insert("origin", own_origin.parse().unwrap());
+    assert!(connect_async(websocket).await.is_ok());
     server.stop().await;
 }
 
@@ -241,11 +246,18 @@ async fn with_no_auth_every_route_is_open_to_this_machine() {
 async fn pages_redirect_to_sign_in_and_headers_must_be_bearer_tokens() {
     let server = TestServer::new().await;
     let nobody = client_without_redirects("");
-    let response = nobody.get(server.url("/jobs?state=running&name=a%20b")).send().await.unwrap();
-    assert_eq!(response.status(), 303);
-    assert_eq!(response.headers()["location"], "/login?next=/jobs%3Fstate%3Drunning%26name%3Da%2520b");
-    let response = nobody.post(server.url("/jobs/new")).send().await.unwrap();
-    assert_eq!(response.headers()["location"], "/login", "the sign-in page does not repeat a POST");
+    for (method, path, location) in [
+        (Method::GET, "/", "/login"),
+        (Method::GET, "/jobs?name=a%20b&owner=c", "/login?next=/jobs%3Fname%3Da%2520b%26owner%3Dc"),
+        // The sign-in page does not repeat a POST.
+        (Method::POST, "/jobs/new", "/login"),
+    ] {
+        let response = nobody.request(method, server.url(path)).send().await.unwrap();
+        assert_eq!(
+            (response.status().as_u16(), &response.headers()["location"]),
+            (303, &location.parse().unwrap())
+        );
+    }
     for header in ["Basic YTpi", "Bearer", "lockstep_x", "Bearer ä"] {
         let response = nobody.get(server.url("/api/v1/jobs")).header("authorization", header);
         assert_eq!(response.send().await.unwrap().status(), 401, "{header}");

@@ -58,8 +58,7 @@ pub(super) fn location(response: &Response) -> &str {
 #[tokio::test]
 async fn a_link_is_valid_once_and_its_session_survives_a_restart() {
     let server = TestServer::new().await;
-    let (status, link) = server.post("/login-links", &json!({})).await;
-    assert_eq!(status, 201, "{link}");
+    let link = server.create("/login-links", &json!({})).await;
     let url = link["url"].as_str().unwrap();
     let path = url.strip_prefix(&format!("http://{}", server.address)).unwrap();
     let mut browser = Browser::new(&server);
@@ -72,11 +71,8 @@ async fn a_link_is_valid_once_and_its_session_survives_a_restart() {
     assert!(attributes.contains("HttpOnly") && attributes.contains("SameSite=Lax"), "{attributes}");
     assert!(!attributes.contains("Secure"), "over plain HTTP, browsers would drop a Secure cookie");
     assert_eq!(browser.get("/jobs").await.status(), 200);
-    assert_eq!(
-        browser.get("/audit").await.status(),
-        200,
-        "the session has the rights of the admin's token that created the link"
-    );
+    // The session has the rights of the admin's token that created the link.
+    assert_eq!(browser.get("/audit").await.status(), 200);
     assert_eq!(location(&browser.get("/login?next=//evil.example").await), "/jobs", "signed in already");
     let again = Browser::new(&server).get(path).await;
     assert!(again.status() == 401 && again.headers().get("set-cookie").is_none(), "a link is valid once");
@@ -142,10 +138,8 @@ async fn the_form_accepts_a_token_and_limits_guesses() {
     assert_eq!((response.status().as_u16(), location(&response)), (303, "/jobs?state=running"));
     browser.take_cookie(&response);
     let page = browser.get("/jobs").await.text().await.unwrap();
-    assert!(
-        page.contains("Sign out") && !page.contains("href=\"/audit\""),
-        "only admins see the link to the audit log"
-    );
+    // Only admins see the link to the audit log.
+    assert!(page.contains("Sign out") && !page.contains("href=\"/audit\""));
     assert_eq!(browser.get("/audit").await.status(), 403);
     let submitted = browser.post("/jobs/new", "name=x").await;
     assert_eq!(submitted.status(), 403, "a session has the rights of its token");
@@ -175,11 +169,8 @@ async fn the_form_accepts_a_token_and_limits_guesses() {
         let entries = log["entries"].as_array().unwrap();
         entries.iter().filter(|e| e["action"] == "sign in" && e["status"] == status).count()
     };
-    assert_eq!(
-        (sign_ins(303), sign_ins(401), sign_ins(429)),
-        (2, 10, 0),
-        "refusals by the rate limit are not logged"
-    );
+    // Refusals by the rate limit are not logged.
+    assert_eq!((sign_ins(303), sign_ins(401), sign_ins(429)), (2, 10, 0));
     assert!(!log.to_string().contains("hunter2") && !log.to_string().contains(&secret));
 
     // Revoking a token ends its sessions.

@@ -22,11 +22,8 @@ async fn new_people_get_the_configured_role_and_no_existing_name() {
     let server = provider.server(|c| c.role = Some(Role::Member)).await;
     server.add_person("bob", "admin").await;
     let (id, _) = server.make_token(&json!({"name": "robot", "scope": "submit"})).await;
-    assert_eq!(
-        server.delete(&format!("/tokens/{id}")).await.0,
-        204,
-        "the name of a revoked token stays reserved, because it may be the owner of jobs"
-    );
+    // The name of a revoked token stays reserved, because it may be the owner of jobs.
+    assert_eq!(server.delete(&format!("/tokens/{id}")).await.0, 204);
     let set_account = |subject: &str, name: &str| {
         let claims = json!({"sub": subject, "preferred_username": name});
         provider.change(|b| b.claims = claims);
@@ -70,11 +67,8 @@ async fn new_people_get_the_configured_role_and_no_existing_name() {
     for wrong in [json!({"subject": "a".repeat(256)}), json!({"subject": "a\n"})] {
         assert_eq!(server.change_person("ada", &wrong).await.0, 422, "{wrong}");
     }
-    assert_eq!(
-        server.post("/people", &json!({"name": "eve", "role": "viewer"})).await.0,
-        422,
-        "a person needs a password or a subject"
-    );
+    // A person needs a password or a subject.
+    assert_eq!(server.post("/people", &json!({"name": "eve", "role": "viewer"})).await.0, 422);
     assert_eq!(server.change_person("bob", &json!({"subject": ""})).await.0, 200);
     assert!(!browser.is_signed_in().await, "a change of the person ends its sessions");
     assert_eq!(list_people(&server).await, ["ada member s1", "bob admin "]);
@@ -108,10 +102,8 @@ async fn disabled_and_removed_people_cannot_sign_in() {
     let mut oidc = provider.config();
     oidc.role = Some(Role::Member);
     let server = TestServer::open(dir, |c| c.oidc = Some(oidc)).await;
-    assert!(
-        Browser::new(&server).sign_in_error(&provider, 403).await.contains(message),
-        "the removal is remembered after a restart"
-    );
+    // The removal is remembered after a restart.
+    assert!(Browser::new(&server).sign_in_error(&provider, 403).await.contains(message));
     let new = json!({"name": "ada2", "role": "viewer", "subject": "sub-1"});
     assert_eq!(server.post("/people", &new).await.0, 201);
     assert_eq!(Browser::new(&server).sign_in(&provider).await.status(), 303);

@@ -112,11 +112,8 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
     };
     let pair = |key: &str, value: Value| (key.to_owned(), value);
     assert_eq!(pairs("params"), [pair("depth", json!("3")), pair("lr", json!("0.1"))]);
-    assert_eq!(
-        pairs("metrics"),
-        [pair("acc", json!(0.7)), pair("val/loss", json!(0.25))],
-        "the newest finite values"
-    );
+    // These are the newest finite values.
+    assert_eq!(pairs("metrics"), [pair("acc", json!(0.7)), pair("val/loss", json!(0.25))]);
     let tags = [("colour", "red"), ("mlflow.runName", "sole"), ("mlflow.user", "me")];
     assert_eq!(pairs("tags"), tags.map(|(key, value)| pair(key, json!(value))));
     let history = async |page: Value| get("metrics/get-history", with_run(page)).await;
@@ -222,11 +219,8 @@ async fn responses_to_mlflow_s_calls_match_mlflow() {
     assert_eq!(refused.status(), 403);
     assert_eq!(refused.json::<Value>().await.unwrap()["error_code"], "PERMISSION_DENIED");
     let other_route = anonymous.get(server.url("/api/v1/jobs")).basic_auth("me", Some(&read_token));
-    assert_eq!(
-        other_route.send().await.unwrap().status(),
-        401,
-        "other routes do not accept a token as a password"
-    );
+    // Other routes do not accept a token as a password.
+    assert_eq!(other_route.send().await.unwrap().status(), 401);
 
     post("runs/delete", with_run(json!({}))).await;
     assert_eq!(call(&server, &server.http, "GET", "runs/get", &with_run(json!({}))).await.0, 404);

@@ -366,7 +366,7 @@ fn fingerprint_reply() -> String {
     serde_json::to_string(&Ok::<_, String>(AgentReply::Fingerprint { found })).unwrap()
 }
 
-/// `toy` is the third backend. Covers what `a_rank_gets_its_backend_s_environment` does not: where a rank's devices come from.
+/// `toy` is the third backend.
 #[tokio::test]
 async fn a_third_backend_offers_devices_that_pass_the_preflight_and_get_ranks() {
     use crate::toy;

@@ -358,11 +358,8 @@ fn damaged_idx_files_are_named() {
     let pictures = dir.path().join("train-images-idx3-ubyte.gz");
     let labels = dir.path().join("train-labels-idx1-ubyte.gz");
     let spec = DataSpec { validation: Validation::Fraction(0.1), ..DataSpec::default() };
-    assert_eq!(
-        DataSource::open(dir.path(), &spec, 0).expect("opens").shape.classes[3],
-        "3",
-        "without names, classes are numbered"
-    );
+    // Without names, classes are numbered.
+    assert_eq!(DataSource::open(dir.path(), &spec, 0).expect("opens").shape.classes[3], "3");
     let pack = |bytes: &[u8]| {
         let mut gz = GzEncoder::new(Vec::new(), Compression::fast());
         gz.write_all(bytes).expect("packs");

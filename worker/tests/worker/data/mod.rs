@@ -89,11 +89,8 @@ fn ranks_divide_each_step_s_pictures_equally_without_overlap() {
     let source = DataSource::open(&bundled(), &DataSpec::default(), 7).expect("opens");
     let single = batches(&source, plan(0, 1));
     assert_eq!(single.len(), 125);
-    assert_eq!(
-        single.iter().flat_map(|b| &b.indices).collect::<BTreeSet<_>>().len(),
-        8000,
-        "every picture once"
-    );
+    // Every picture occurs once.
+    assert_eq!(single.iter().flat_map(|b| &b.indices).collect::<BTreeSet<_>>().len(), 8000);
     for world_size in [2, 4] {
         let ranks: Vec<_> = (0..world_size).map(|r| batches(&source, plan(r, world_size))).collect();
         for (step, whole) in single.iter().enumerate() {

@@ -147,10 +147,8 @@ fn predictions_match_pytorch_to_four_digits() {
     pictures.insert(3, ("notes.txt".into(), b"no picture".to_vec()));
     let mut found = inspect::predict(dir.path(), pictures).unwrap();
     let broken = found.remove(3);
-    assert!(
-        broken.classes.is_empty() && broken.error.unwrap().contains("not a JPEG, PNG"),
-        "only this file has an error"
-    );
+    // Only this file has an error.
+    assert!(broken.classes.is_empty() && broken.error.unwrap().contains("not a JPEG, PNG"));
     assert_eq!(found.len(), fixture.probabilities.len());
     for (prediction, expected) in found.iter().zip(&fixture.probabilities) {
         assert_eq!(prediction.classes.len(), 10);
@@ -309,11 +307,15 @@ fn evaluations_use_the_model_s_transforms_and_classes() {
 #[test]
 fn errors_for_invalid_model_metadata_name_the_file() {
     let (fixture, dir) = set_up();
+    let too_many_classes = json!(vec!["c"; 100_001]).to_string();
     for (key, value, detail) in [
         ("image_size", "4097", "4097 pixels"),
         ("image_size", "7", "7 pixels"),
+        ("channels", "0", "0 channels"),
         ("channels", "2", "2 channels"),
+        ("classes", &too_many_classes, "has 100001 classes"),
         ("mean", "[]", "not valid for 1 channel"),
+        ("mean", "[0.5, 0.5, 0.5]", "not valid for 1 channel"),
         ("std", "[0.0]", "not valid for 1 channel"),
         ("resize", "8193", "resized to 8193 pixels"),
         ("resize", "7", "resized to 7 pixels"),
@@ -323,10 +325,7 @@ fn errors_for_invalid_model_metadata_name_the_file() {
     ] {
         write_changed_model(dir.path(), &fixture, |metadata| metadata[key] = json!(value), same_values);
         let message = predict_first(dir.path(), &fixture).unwrap_err();
-        assert!(
-            message.contains("model.safetensors") && message.contains(detail),
-            "{key} = {value}: {message}"
-        );
+        assert!(message.contains("model.safetensors") && message.contains(detail), "{key}: {message}");
     }
 }
 

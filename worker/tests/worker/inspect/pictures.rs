@@ -151,11 +151,8 @@ fn pictures_are_shown_stored_and_augmented() {
         samples(dir.path(), Pick::Seen { data, seed: 1, validation: false, places, epochs })
     };
     let seen = |epochs: Vec<u32>| seen_at(vec![7], epochs);
-    assert_eq!(
-        decoded(&seen(vec![]).samples[0].png),
-        pixels(&fixture)[7 * size..][..size],
-        "the network's input, converted back"
-    );
+    // The network's input, converted back.
+    assert_eq!(decoded(&seen(vec![]).samples[0].png), pixels(&fixture)[7 * size..][..size]);
     let versions = seen(vec![0, 1, 2, 3, 4]);
     assert_eq!(versions.samples.len(), 5);
     assert!(versions.samples.iter().any(|s| s.png != versions.samples[0].png), "epochs differ");

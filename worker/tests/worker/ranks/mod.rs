@@ -301,26 +301,6 @@ fn an_engine_uses_only_its_own_group_of_ranks() {
 }
 
 #[test]
-fn shared_memory_and_rings_give_the_same_bits() {
-    let train = |has_shm: bool| {
-        run_ranks(2, has_shm, move |comm| {
-            let rank = comm.rank();
-            let mut engine = engine(config(8), comm);
-            let description = engine.exchange();
-            let is_shared = description.contains("share memory with one copy of the weights");
-            assert_eq!(is_shared, has_shm, "{description}");
-            for step in 0..3 {
-                engine.train_step(&[part_of_rank(step, 16, (rank, 2))], 0.1).unwrap();
-            }
-            (engine.parameters().unwrap(), engine.optimizer_state().unwrap())
-        })
-    };
-    let of_shared = train(true);
-    assert_eq!(of_shared, train(false));
-    assert_eq!(of_shared[0], of_shared[1]);
-}
-
-#[test]
 fn a_stopped_rank_ends_its_step_with_the_reason() {
     let ranks = on_ranks(2, |comm| {
         let mut engine = engine(config(8), comm.clone());

@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// Gradients are summed in float64, so weights and optimizer state have equal bits at any number of ranks, with or without
-/// weight decay on batch norms and biases.
+/// Gradients are summed in float64, so weights and optimizer state have equal bits at any number of ranks, over shared memory and over a
+/// ring, with or without weight decay on batch norms and biases.
 #[test]
 fn every_optimizer_gives_equal_bits_on_1_2_and_4_ranks() {
     for kind in OptimizerKind::ALL {
@@ -14,6 +14,9 @@ fn every_optimizer_gives_equal_bits_on_1_2_and_4_ranks() {
                 run_ranks(ranks, has_shm, |comm| {
                     let (rank, per_rank) = (comm.rank(), 32 / ranks as usize);
                     let mut engine = engine(EngineConfig { optimizer, ..config(per_rank) }, comm);
+                    let exchange = engine.exchange();
+                    let is_shared = exchange.contains("share memory with one copy of the weights");
+                    assert_eq!(is_shared, has_shm && ranks > 1, "{exchange}");
                     for step in 0..3 {
                         let batch = part_of_rank(step, 32, (rank, ranks));
                         engine.train_step(&[batch], 0.01).unwrap();

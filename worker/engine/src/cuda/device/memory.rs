@@ -23,9 +23,13 @@ impl Buffer {
     /// Copies `values` to byte offset `offset`, synchronously.
     pub(in crate::cuda) fn write_at<T: bytemuck::NoUninit>(&self, offset: usize, values: &[T]) -> Result {
         assert!(offset + size_of_val(values) <= self.bytes, "a copy past the end of a buffer");
-        // SAFETY: checked above.
-        unsafe { result::memcpy_htod_sync(self.ptr + offset as u64, values) }
-            .map_err(CudaError::driver("copying to the GPU"))
+        // A copy from memory that is not page-locked may return before its last bytes are on the GPU, and other streams do not wait for it.
+        // SAFETY: checked above; null is the default stream, on which the copy runs.
+        unsafe {
+            result::memcpy_htod_sync(self.ptr + offset as u64, values)
+                .and_then(|()| result::stream::synchronize(std::ptr::null_mut()))
+        }
+        .map_err(CudaError::driver("copying to the GPU"))
     }
 
     /// Copies from byte offset `offset` into `values`, synchronously.

@@ -1,4 +1,4 @@
-//! An agent that reaches its server through a tunnel (`ssh -L`): the tunnel is cut, or the agent's spool fills up.
+//! Faults between an agent and its server: a tunnel (`ssh -L`) is cut, or the server is away until the agent's spool is full.
 
 use crate::{
     judge::{

@@ -65,9 +65,9 @@ pub struct Training<'a> {
     pub dataset: &'a Path,
     /// The folders in which the file named by `model.pretrained` may be. `None` if it may be in any folder.
     pub weights_in: Option<&'a AllowedFolders>,
-    /// How the ranks detect changes of the dataset's files. Folders suffice if an agent has examined the files before.
+    /// How the ranks detect changes of the dataset's files. Comparing the folders' times is enough if an agent has examined the files before.
     pub changes: ChangeDetection,
-    /// The folder for checkpoints: the job's `checkpoints`.
+    /// The folder `checkpoints` in the job's folder.
     pub checkpoints: &'a Path,
     /// The checkpoint from which to continue. Only rank 0 reads it.
     pub resume: Option<&'a Path>,
@@ -121,7 +121,8 @@ pub enum Outcome {
     Paused { step: u64 },
 }
 
-/// Builds an engine with initial weights, like [`plan::build_engine`]. The third argument is `generation`. Tests pass functions
+/// Builds an engine with initial weights, like [`plan::build_engine`]. The third argument is the number of engines that
+/// this run has built before. Tests pass functions
 /// that build engines whose float16 overflows.
 type BuildEngine<'a> = dyn Fn(&Training<'_>, &RunPlan, u32) -> Result<Box<dyn Engine>, TrainError> + 'a;
 
@@ -199,7 +200,7 @@ fn train_with<'a>(
         best: beginning.best,
         stop_progress: beginning.stop_progress,
         divisions: beginning.divisions,
-        has_trained_weights: true,
+        has_last_weights: true,
         in_flight: VecDeque::new(),
         not_finite: None,
         skipped: beginning.skipped,
@@ -261,7 +262,7 @@ struct Run<'a> {
     start_step: u64,
     /// Number of optimizer steps started.
     step: u64,
-    /// The newest step after which the average of the weights is up to date.
+    /// The last step that the average of the weights includes.
     last_average_step: u64,
     /// The best of the saved checkpoints.
     best: Option<Best>,
@@ -269,8 +270,8 @@ struct Run<'a> {
     stop_progress: Option<StopProgress>,
     /// See [`State::divisions`](crate::checkpoint::State::divisions).
     divisions: Vec<ValidationDivision>,
-    /// Whether the engine has the weights of the last step. False while their average is evaluated instead.
-    has_trained_weights: bool,
+    /// Whether the engine has the weights of the last step. False while the average of the weights is evaluated.
+    has_last_weights: bool,
     /// Steps that were started and whose results have not been reported yet, oldest first.
     in_flight: VecDeque<InFlight>,
     not_finite: Option<NotFinite>,
@@ -278,7 +279,7 @@ struct Run<'a> {
     skipped: SkippedSteps,
     /// The newest evaluation.
     evaluation: Option<Evaluation>,
-    /// Number of logged reasons for decoding on CPU cores although the GPU decodes.
+    /// Number of logged reasons why CPU cores decode some pictures of a run that decodes on the GPU.
     logged_decoder_reasons: usize,
 }
 

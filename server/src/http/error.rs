@@ -45,7 +45,7 @@ pub(crate) enum Error {
     TooMany(String, u64),
     /// A refusal with one of the codes that have no variant here.
     WithCode(Code, String),
-    /// A refusal with this status, whose code follows from the status, such as a body that is too large.
+    /// A refusal with this status, such as 413 for a body that is too large. Its code follows from the status.
     Refused(StatusCode, String),
     /// Something that the server needs is temporarily unavailable.
     Unavailable(String),
@@ -230,7 +230,7 @@ impl IntoResponse for PageError {
     }
 }
 
-/// A response for `user`: an error's page has the user's navigation bar.
+/// Renders an error's page again, with the navigation bar of `user`. Other responses stay as they are.
 pub(crate) fn render_for(user: CurrentUser, mut response: Response) -> Response {
     let page = response.extensions_mut().remove::<ErrorPage>();
     if let Some(html) = page.and_then(|page| ErrorPage { user, ..page }.render().ok()) {

@@ -71,10 +71,10 @@ fn add_call(text: &mut String, method: &str, path: &str, call: &Value, shared: &
     }
     let parameters: Vec<_> = items(&call["parameters"])
         .map(|parameter| {
-            let required = if parameter["required"] == true { "" } else { ", optional" };
+            let optional = if parameter["required"] == true { "" } else { ", optional" };
             [
                 format!("`{}`", parameter["name"].as_str().unwrap_or_default()),
-                format!("{}{required}", parameter["in"].as_str().unwrap_or_default()),
+                format!("{}{optional}", parameter["in"].as_str().unwrap_or_default()),
                 describe(&parameter["schema"]),
                 prose(&parameter["description"]),
             ]
@@ -96,7 +96,7 @@ fn add_call(text: &mut String, method: &str, path: &str, call: &Value, shared: &
     let _ = write!(text, "\n{}", table(["status", "body", "meaning"], &answers));
 }
 
-/// Returns the media types of a body, each with its type.
+/// Returns the types of a body, each with its media type.
 fn describe_body(body: &Value) -> String {
     let kinds = entries(&body["content"]).map(|(media, content)| match describe(&content["schema"]) {
         kind if kind.is_empty() => format!("`{media}`"),
@@ -148,7 +148,7 @@ fn variants(schema: &Value) -> Option<(&str, Vec<[String; 3]>)> {
     Some((tag, rows))
 }
 
-/// Returns the description of a field or a variant. The description of an optional field is one level deeper.
+/// Returns the description of a field or a variant. An optional field has its description in one of its choices (`oneOf`).
 fn meaning(schema: &Value) -> String {
     let description = prose(&schema["description"]);
     if !description.is_empty() {

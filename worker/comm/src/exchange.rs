@@ -44,8 +44,8 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Collective: returns the values of all ranks, in rank order. `name` must be unique within an attempt. The error of a
-    /// store names `operation`, and the error of a group names the group's own operation.
+    /// Collective: returns the values of all ranks, in rank order. `name` must be unique within an attempt. Errors of a
+    /// store name `operation`; a group names its own operation.
     ///
     /// # Errors
     /// A rank does not arrive in time, or its connection is lost.

@@ -3,7 +3,7 @@
 use crate::linear;
 use rayon::prelude::*;
 
-/// Number of queries that a thread compares with a batch at a time.
+/// Number of queries that a thread compares with the vectors of one [`Nearest::add`] at a time.
 const BLOCK: usize = 512;
 
 /// A vector that is near to a query.
@@ -25,7 +25,8 @@ pub struct Nearest {
 }
 
 impl Nearest {
-    /// Searches for the `k` (at least 1) nearest neighbours of each of `queries`, `[queries, width]`.
+    /// Prepares a search for the `k` (at least 1) nearest neighbours of each of `queries`, `[queries, width]`, among the vectors of later
+    /// calls of [`Nearest::add`].
     #[must_use]
     pub fn new(queries: Vec<f32>, width: usize, k: usize) -> Self {
         let neighbours = vec![Vec::new(); queries.len() / width];

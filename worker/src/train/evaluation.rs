@@ -102,13 +102,13 @@ impl Run<'_> {
     fn run_average_pass(&mut self) -> Result<Option<Evaluation>, TrainError> {
         let average = if self.is_average_kept_here() { self.engine.averaged()? } else { None };
         let trained = average.is_some().then(|| self.engine.parameters()).transpose()?;
-        self.has_trained_weights = false;
+        self.has_last_weights = false;
         self.set_parameters_everywhere(average.as_ref())?;
         let measured = self.run_validation_pass("the loss of the averaged weights in validation");
         // Every rank has a result, or every rank has diverged. After another error, ranks join no further collective calls.
         if matches!(measured, Ok(_) | Err(TrainError::Diverged { .. })) {
             self.set_parameters_everywhere(trained.as_ref())?;
-            self.has_trained_weights = true;
+            self.has_last_weights = true;
         }
         measured
     }

@@ -56,7 +56,7 @@ impl Run<'_> {
         let is_state_on_every_rank =
             spec.train.ema_decay <= 0.0 && (spec.parallel.sync_batch_norm || spec.model.freeze_norm);
         // The engine is absent during the change to bfloat16.
-        if !self.has_trained_weights
+        if !self.has_last_weights
             || self.engine.0.is_none()
             || !(is_state_on_every_rank || self.training.is_first())
         {

@@ -1,4 +1,4 @@
-//! Frozen batch norms have equal results at any number of ranks, although ranks do not exchange statistics.
+//! Frozen batch norms compute no statistics, so they have equal results at any number of ranks, with or without `sync_batch_norm`.
 
 use super::*;
 

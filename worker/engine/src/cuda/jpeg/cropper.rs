@@ -1,4 +1,4 @@
-//! Launches the kernel that converts decoded planes of a group of pictures to RGB, crops and resizes.
+//! Launches the kernel that crops and resizes the decoded planes of a group of pictures, and converts them to RGB.
 
 use super::layout::{Cropping, rows_per_block};
 use crate::cuda::{
@@ -27,14 +27,14 @@ impl Cropper {
     }
 
     /// Size of an output in bytes.
-    fn bytes(&self) -> usize {
+    fn output_bytes(&self) -> usize {
         self.size.0 as usize * self.size.1 as usize * 3
     }
 
     /// Allocates memory for `pictures` outputs of `size`.
     pub(super) fn allocate(&mut self, device: &Device, pictures: usize, size: (u32, u32)) -> Result {
         self.size = size;
-        let bytes = pictures * self.bytes();
+        let bytes = pictures * self.output_bytes();
         grow_buffer(&mut self.outputs, bytes, |bytes| device.alloc(bytes))?;
         grow_pinned(&mut self.host_outputs, bytes)?;
         Ok(())
@@ -72,14 +72,14 @@ impl Cropper {
 
     /// Starts the copy of `pictures` outputs to the host.
     pub(super) fn start_download(&mut self, pictures: usize) -> Result {
-        let bytes = pictures * self.bytes();
+        let bytes = pictures * self.output_bytes();
         if let (Some(outputs), Some(host)) = (&self.outputs, &mut self.host_outputs) {
             self.stream.0.download(host, outputs, bytes)?;
         }
         Ok(())
     }
 
-    /// The first `bytes` bytes of the outputs, after the copy that [`Cropper::start_download`] started is done.
+    /// The first `bytes` bytes of the outputs. The caller must have waited for the copy of [`Cropper::start_download`].
     pub(super) fn pixels(&self, bytes: usize) -> &[u8] {
         self.host_outputs.as_ref().map_or(&[], |host| host.bytes(bytes))
     }

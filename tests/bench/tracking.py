@@ -5,7 +5,7 @@
     python3 tests/bench/tracking.py [--program target/release/lockstep] [--steps 2000] [--rounds 3]
 
 Both are measured in turns. Each round is a new run in the same store, with four metrics per step. Points per second count the whole loop
-including training, from its first step until every point is stored, for Lockstep until the server's last response. The time of a call is
+with training, from its first step until every point is stored, which for Lockstep is the server's last response. The time of a call is
 that of `log` or `log_metrics`. Afterwards, every point is read back and counted, which is not timed. Prints a table, and the entry for
 tests/bench/results/tracking.json.
 """

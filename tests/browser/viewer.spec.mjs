@@ -23,7 +23,7 @@ before(async () => {
   [server, browser] = await Promise.all([TestServer.open({ slots: 1 }), Browser.open()]);
   job = await server.submit({ name: "looked at", ranks: 1, train: { steps: 4 }, checkpoint: { every_steps: 2 } });
   await until("the job has ended", async () => (await server.job(job.id)).state === "succeeded");
-  // The first person is an admin.
+  // The first person must be an admin.
   for (const [name, role] of [["ada", "admin"], ["vera", "viewer"], ["mona", "member"]]) await server.ask("/people", { name, role, password: password(name) });
 });
 after(async () => { await browser?.close(); await server?.close(); });

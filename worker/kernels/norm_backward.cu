@@ -20,7 +20,7 @@ struct Incoming {
     u32 pixels;
 };
 
-// The values from which g of one row and group of channels is computed. gradient() sets v = x and g, in float32.
+// The values from which g of one row and group of channels is computed. gradient() writes x to v, and g to g, both in float32.
 template <int MASK, int SOURCE> struct Loaded {
     Raw x, dy, added;
     u8 bits;

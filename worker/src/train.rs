@@ -121,9 +121,8 @@ pub enum Outcome {
     Paused { step: u64 },
 }
 
-/// Builds an engine with initial weights, like [`plan::build_engine`]. The third argument is the number of engines that
-/// this run has built before. Tests pass functions
-/// that build engines whose float16 overflows.
+/// Builds an engine with initial weights, like [`plan::build_engine`]. The third argument is the number of engines that this
+/// run has built before. Tests pass functions that build engines whose float16 overflows.
 type BuildEngine<'a> = dyn Fn(&Training<'_>, &RunPlan, u32) -> Result<Box<dyn Engine>, TrainError> + 'a;
 
 /// Trains one rank from the beginning (or from a checkpoint) to the end.

@@ -139,7 +139,7 @@ pub enum ServeError {
 }
 
 impl ServeError {
-    /// 2 if the options are wrong, 1 if the server failed while running.
+    /// 2 if the server did not start, 1 if it failed while running.
     pub fn exit_code(&self) -> u8 {
         if matches!(self, ServeError::Stopped(_)) { 1 } else { 2 }
     }

@@ -1,4 +1,4 @@
-//! Restricts webhooks to public internet addresses, unless `serve --webhooks-allow-private` is given. Otherwise, a webhook could send
+//! Restricts webhooks to public internet addresses, unless `serve --webhooks-allow-private` is given. Without this restriction, a webhook could send
 //! requests to this machine, the local network, or the metadata service of a cloud.
 
 use reqwest::{
@@ -8,7 +8,8 @@ use reqwest::{
 use std::net::{IpAddr, SocketAddr};
 
 /// Whether an address is reachable from the internet. IPv4: all except the IANA special-purpose addresses, multicast, and Azure's platform
-/// services. IPv6: global unicast, except protocol assignments such as Teredo, documentation, and embedded IPv4 addresses (6to4).
+/// services. IPv6: global unicast, except the ranges for protocols such as Teredo, for documentation, and for embedded IPv4
+/// addresses (6to4).
 fn is_public(address: IpAddr) -> bool {
     // An IPv4-mapped address such as `::ffff:10.0.0.1` counts as its IPv4 address.
     match address.to_canonical() {

@@ -1,4 +1,4 @@
-//! Checkpoints that agents upload to a server with an object store, here a directory. `tests/it` has the tests with a bucket.
+//! Checkpoints that agents upload to a server with an object store, here a directory. `/tests/it` at the top of the repository has the tests with a bucket.
 
 use crate::{
     agent::{Agent, checkpoint, hello, running},
@@ -96,10 +96,10 @@ async fn uploads_are_stored_replaced_and_deleted_with_their_job() {
     expected.push(folder.join("MANIFEST.json"));
     expected.push(store.path().join("LOCKSTEP.json"));
     expected.sort();
-    // The store has only these files, and no file of the check at start.
+    // The store has only these files, and no file that is left of the check at the server's start.
     assert_eq!(files_below(store.path()), expected);
 
-    // A later evaluation changes the state. The unchanged weights are not written again.
+    // A later evaluation changes `state.json`. The unchanged weights are not written again.
     let modified_at = |path: &Path| path.metadata().unwrap().modified().unwrap();
     let weights = folder.join(sha256_hex(b"weights")).join("model.safetensors");
     let weights_written_at = modified_at(&weights);
@@ -358,7 +358,7 @@ async fn a_store_of_another_server_is_adopted_only_on_request() {
     assert!(error.contains("--artifacts-adopt"), "{error}");
     let after = marker();
     TestServer::open(dir, adopt).await.stop().await;
-    // The option names the store as this server's, whatever server has adopted it.
+    // With the option, a server takes over a store that another server has adopted.
     assert_ne!(marker(), after);
 }
 

@@ -90,7 +90,7 @@ pub(super) struct AttemptContext {
     pub(super) stop_within_secs: u32,
     /// The devices of ranks, by slot. Empty for ranks on CPU cores.
     pub(super) devices: Arc<BTreeMap<u32, String>>,
-    /// Processes that become ranks.
+    /// Processes that are started before a job needs them, and become ranks of later attempts.
     pub(super) spares: Arc<Spares>,
     /// Time from the start of ranks to the start of the next spares on the same GPUs. Spares that start at once would slow down
     /// short jobs.
@@ -228,8 +228,8 @@ async fn check_with_files(
     if on_own_disk && checked.is_ok() {
         checked = fetch::publish_dataset(stored, remote).await;
     }
-    // A refusal needs no machine name if all machines use the server's own files. `registered` is still set if this agent has its
-    // own disk or an option names the dataset's folder.
+    // A refusal names the machine if its files can differ from those of other machines: it has its own disk, or an option names the
+    // dataset's folder, so that `registered` is still set.
     if on_own_disk || stored.start.files.registered.is_some() {
         return checked.map_err(|refusal| add_machine_name(refusal, &remote.name));
     }

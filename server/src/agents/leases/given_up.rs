@@ -55,9 +55,9 @@ impl Leases {
         lock(&self.table).by_job.values().any(Lease::has_lost_contact)
     }
 
-    /// Agents that can be given up before their leases expire: a silent agent of an attempt whose ranks have lost contact with each other,
-    /// if its machine does not respond to other ranks or its connection is closed. An agent that is only slow has its
-    /// connection, and its kernel responds to other ranks, so it keeps its lease.
+    /// Agents that are given up before their leases expire. The ranks of such an agent's attempt have lost contact with each other, the
+    /// agent is silent, and either its machine does not respond to other ranks or its connection to the server is closed. An agent that is
+    /// only slow keeps its lease: it is connected, and its kernel responds to other ranks.
     pub(crate) fn agents_to_give_up(
         &self,
         is_silent: impl Fn(&str) -> bool,

@@ -210,7 +210,7 @@ describe("a page that stays open", () => {
     await agent.endAttempt(job.attempt, { how: "failed", retriable: false, reason: { code: "diverged", rank: 0, step: 10, detail: words, words } });
     await until("the link is shown", async () => (await page.locator("#diagnosis").textContent()) === "Start the job again with train.lr = 0.001. · try train.lr = 0.001");
     assert.equal(await page.locator("#diagnosis a").getAttribute("href"), `/jobs/new?from=${job.id}&set=train.lr=0.001`);
-    assert.match(await page.locator("#banner").textContent(), /The job failed:\s+training has diverged at step 10/);
+    await until("the banner says why", async () => /The job failed:\s+training has diverged at step 10/.test(await page.locator("#banner").textContent()));
   });
 
   test("notifies of a job's end while it is hidden, if a person has asked for that, and shows why the accuracy is low", async () => {

@@ -1,5 +1,6 @@
 //! Two-dimensional convolution without bias: the forward pass, the gradient of the input, and the gradient of the weights. All
-//! values in memory are float32. The [`Format`] of the [`Scratch`] is the format in which they are multiplied.
+//! values in memory are float32. The [`Format`] of the [`Scratch`] is the format in which they are multiplied. In float32, most 3 x 3
+//! convolutions of stride 1 use [`winograd`]'s algorithm, which needs half of the multiplications.
 //!
 //! Activations are NHWC. Weights are one flat slice of [`ConvShape::weight_len`] values in blocks of [`LANES`] output channels:
 //! `[block][ky][kx][input channel][lane]`. If [`LANES`] does not divide `out_c`, the last block has only `out_c % LANES` lanes. The
@@ -18,6 +19,7 @@ mod shape;
 mod tile;
 mod vector;
 mod weight;
+mod winograd;
 
 pub use memory::Scratch;
 pub use shape::ConvShape;
@@ -100,7 +102,7 @@ fn run_forward(
     // Tiles need whole blocks of channels, so narrow groups are merged.
     let merged = grouped::merged_shape(s, LANES * tiles.values_per_unit);
     let w = grouped::merge_weights(s, &merged, w, &mut scratch.merged);
-    let pass = product::Pass::forward(&merged);
+    let pass = product::Pass::forward(&merged, tiles);
     let w = pass.pack_weights(w, tiles, &mut scratch.weights);
     pass.run(x, w, y, sums, tiles, &scratch.task_buffers);
 }
@@ -128,7 +130,7 @@ pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], scra
     check(s, dx.len(), w.len(), dy.len());
     let merged = grouped::merged_shape(s, LANES * scratch.tiles.values_per_unit);
     let w = grouped::merge_weights(s, &merged, w, &mut scratch.merged);
-    let pass = product::Pass::backward(&merged);
+    let pass = product::Pass::backward(&merged, scratch.tiles);
     let w = pass.pack_transposed_weights(w, scratch.tiles, &mut scratch.weights);
     pass.run(dy, w, dx, None, scratch.tiles, &scratch.task_buffers);
 }

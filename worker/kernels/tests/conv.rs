@@ -223,6 +223,8 @@ fn odd_shapes_match_the_definition() {
         [2, 9, 9, 4, 4, 1, 3, 0],
         [1, 4, 4, 40, 130, 3, 1, 1],
         [65, 2, 3, 16, 16, 3, 1, 1],
+        [17, 7, 6, 33, 47, 3, 1, 1],
+        [2, 1, 13, 16, 20, 3, 1, 1],
     ]);
 }
 
@@ -377,7 +379,7 @@ fn weights_survive_the_round_trip() {
 }
 
 #[test]
-fn nan_and_infinity_propagate() {
+fn outputs_of_nan_and_infinity_are_not_finite() {
     let s = shape([13, 5, 5, 16, 32, 3, 1, 1]);
     let (mut x, w, dy) = (values(s.input_len(), 8), values(s.weight_len(), 9), values(s.output_len(), 10));
     x[0] = f32::NAN;
@@ -385,7 +387,8 @@ fn nan_and_infinity_propagate() {
     for mut scratch in Format::ALL.into_iter().flat_map(every_scratch) {
         let got = passes(&s, &x, &w, &dy, &mut scratch);
         assert!(got.y[..32].iter().all(|v| v.is_nan()));
-        assert!(got.y[5 * 5 * 32..][..32].iter().all(|v| v.is_infinite()));
+        // Infinite, or NaN if the products are those of transformed inputs.
+        assert!(got.y[5 * 5 * 32..][..32].iter().all(|v| !v.is_finite()));
         assert!(got.y[2 * 5 * 5 * 32..].iter().all(|v| v.is_finite()));
     }
 }

@@ -42,6 +42,8 @@ pub(super) struct TaskBuffers {
     pub(super) taps: Vec<Tap>,
     /// `starts[i]..starts[i + 1]` are the taps of output position `i`.
     pub(super) starts: Vec<usize>,
+    /// The products of a segment, see [`winograd`](super::winograd): `[point][picture][block of channels][16]`.
+    pub(super) products: Buffer,
     /// Sums of the output channels, if requested.
     pub(super) sums: Buffer,
 }
@@ -56,6 +58,8 @@ pub struct Scratch {
     pub(super) weights: Buffer,
     /// Weights of merged groups, or their gradient.
     pub(super) merged: Buffer,
+    /// The gradient of transformed weights, see [`winograd`](super::winograd).
+    pub(super) transformed: Buffer,
     /// For the weight gradient: the packed input of all pictures, if tasks divide the weights.
     pub(super) x: Buffer,
     /// For the weight gradient: the packed output gradient of all pictures, if tasks divide the weights.
@@ -86,6 +90,7 @@ impl Scratch {
             plans: HashMap::new(),
             weights: Buffer::default(),
             merged: Buffer::default(),
+            transformed: Buffer::default(),
             x: Buffer::default(),
             dy: Buffer::default(),
             task_buffers: TaskBufferPool::default(),

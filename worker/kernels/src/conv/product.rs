@@ -7,7 +7,8 @@
 use super::{
     ConvShape, LANES,
     memory::{Buffer, SharedOutput, TaskBufferPool, TaskBuffers},
-    tile::{Pack, Product, Tap, Tiles},
+    tile::{Pack, Product, SegmentOutputs, Segments, Tap, Tiles},
+    winograd,
 };
 use rayon::prelude::*;
 use std::ops::Range;
@@ -33,7 +34,9 @@ pub(super) struct Pass {
     /// input channels and of output channels.
     cardinality: usize,
     rows: Axis,
+    /// With [`winograd`], a column is a point of a segment, in the destination and in the source.
     columns: Axis,
+    uses_winograd: bool,
 }
 
 /// By destination row (or column): the pairs of kernel row and source row that contribute.
@@ -53,7 +56,7 @@ impl Axis {
 }
 
 impl Pass {
-    pub(super) fn forward(s: &ConvShape) -> Self {
+    pub(super) fn forward(s: &ConvShape, tiles: &Tiles) -> Self {
         Pass {
             batch: s.batch,
             src: [s.in_h, s.in_w, s.in_c],
@@ -62,10 +65,12 @@ impl Pass {
             cardinality: s.groups,
             rows: Axis::new(s.out_h(), s.kernel, |row, k| s.input_row(row, k)),
             columns: Axis::new(s.out_w(), s.kernel, |column, k| s.input_column(column, k)),
+            uses_winograd: false,
         }
+        .with_winograd(winograd::applies(s, tiles.format))
     }
 
-    pub(super) fn backward(s: &ConvShape) -> Self {
+    pub(super) fn backward(s: &ConvShape, tiles: &Tiles) -> Self {
         let axis = |src: usize, dst: usize, padding: usize| {
             Axis::new(dst, s.kernel, |d, k| {
                 let position = (d + padding).checked_sub(k)?;
@@ -80,7 +85,29 @@ impl Pass {
             cardinality: s.groups,
             rows: axis(s.out_h(), s.in_h, s.row_padding),
             columns: axis(s.out_w(), s.in_w, s.padding),
+            uses_winograd: false,
         }
+        .with_winograd(winograd::applies(s, tiles.format))
+    }
+
+    /// If [`winograd`] applies, replaces the columns by those of transformed rows.
+    fn with_winograd(self, applies: bool) -> Self {
+        if !applies {
+            return self;
+        }
+        let positions = self.dst[1].div_ceil(winograd::COLUMNS) * winograd::POINTS;
+        let columns = Axis((0..positions).map(|column| vec![(column % winograd::POINTS, column)]).collect());
+        Pass { columns, uses_winograd: true, ..self }
+    }
+
+    /// Number of columns of the packed source.
+    fn packed_width(&self) -> usize {
+        if self.uses_winograd { self.columns.0.len() } else { self.src[1] }
+    }
+
+    /// Number of packed weights of a kernel row, for each pair of channels.
+    fn kernel_columns(&self) -> usize {
+        if self.uses_winograd { winograd::POINTS } else { self.kernel }
     }
 
     /// Number of units of a group's source channels.
@@ -95,7 +122,7 @@ impl Pass {
 
     /// Number of packed units of the weights.
     fn weight_len(&self, tiles: &Tiles) -> usize {
-        self.kernel * self.kernel * self.units(tiles) * self.dst[2]
+        self.kernel * self.kernel_columns() * self.units(tiles) * self.dst[2]
     }
 
     /// Runs the pass. `w` is packed: `[block of 16 dst channels][tap][unit of src channels in the group][lane]`. Every channel's sum over
@@ -125,7 +152,7 @@ impl Pass {
         }
         let groups = self.batch.div_ceil(tiles.group);
         let blocks = dst_c.div_ceil(LANES);
-        let picture_len = src_h * src_w * self.units_per_position(tiles);
+        let picture_len = src_h * self.packed_width() * self.units_per_position(tiles);
         let job = Job { tiles, src, w, dst: SharedOutput::of(dst), computes_sums: sums.is_some() };
         let tasks: Vec<Task> = if picture_len * self.batch <= PACKED_WHOLE && w.len() > PACKED {
             // Few pixels, many weights: each weight is loaded by only one task, for all pictures.
@@ -180,6 +207,18 @@ impl Pass {
     /// The packed weights for a forward pass, from `[block of 16 out][tap][in][lane]`. Weights of kernel offsets that are never inside
     /// the picture are not written.
     pub(super) fn pack_weights<'a>(&self, w: &'a [f32], tiles: &Tiles, to: &'a mut Buffer) -> &'a [f32] {
+        if self.uses_winograd {
+            let to = to.get(self.weight_len(tiles));
+            let tap_len = self.src[2] * LANES;
+            let blocks = to.par_chunks_mut(18 * tap_len).zip(w.par_chunks(9 * tap_len));
+            blocks.for_each(|(to, w)| {
+                let len = w.len() / 9;
+                for (to, w) in to.chunks_exact_mut(6 * len).zip(w.chunks_exact(3 * len)) {
+                    winograd::transform_weights([&w[..len], &w[len..2 * len], &w[2 * len..]], to, len);
+                }
+            });
+            return to;
+        }
         if tiles.values_per_unit == 1 {
             return w;
         }
@@ -206,35 +245,55 @@ impl Pass {
         to: &'a mut Buffer,
     ) -> &'a [f32] {
         let (out_c, in_c) = (self.src[2] / self.cardinality, self.dst[2] / self.cardinality);
-        let (taps, used) = (self.kernel * self.kernel, self.used_taps());
+        let taps = self.kernel * self.kernel;
+        let used = if self.uses_winograd { Vec::new() } else { self.used_taps() };
         let units = self.units(tiles);
         let to = to.get(self.weight_len(tiles));
-        to.par_chunks_mut(LANES * taps * units).enumerate().for_each(|(block, to)| {
-            let lanes = to.len() / (taps * units);
-            let mut transposed = [0.0; LANES * LANES];
+        let block_len = LANES * self.kernel * self.kernel_columns() * units;
+        to.par_chunks_mut(block_len).enumerate().for_each(|(block, to)| {
+            let lanes = LANES * to.len() / block_len;
             // The block's group of channels, and the block's first channel in this group.
             let (group, channel) = (block * LANES / in_c, block * LANES % in_c);
-            for tap in &used {
-                for out_block in 0..out_c.div_ceil(LANES) {
-                    let out_lanes = LANES.min(out_c - out_block * LANES);
-                    let out_first = group * out_c + out_block * LANES;
-                    let first = out_first * taps * in_c + (tap * in_c + channel) * out_lanes;
-                    let w = &w[first..first + lanes * out_lanes];
-                    let packed = &mut to[(tap * units + out_block * LANES / tiles.values_per_unit) * lanes..];
-                    let to = if tiles.values_per_unit == 1 { &mut *packed } else { &mut transposed[..] };
-                    let to = &mut to[..lanes * out_lanes];
-                    match (w.try_into(), <&mut [f32; LANES * LANES]>::try_from(&mut *to)) {
-                        (Ok(w), Ok(to)) => tiles.transpose(w, to),
-                        _ => {
-                            for (out, to) in to.chunks_exact_mut(lanes).enumerate() {
-                                for (input, to) in to.iter_mut().enumerate() {
-                                    *to = w[input * out_lanes + out];
-                                }
+            // Transposes a tap's weights of a block of output channels, to `[out][lane]`, and returns their number.
+            let transpose = |tap: usize, out_block: usize, to: &mut [f32]| {
+                let out_lanes = LANES.min(out_c - out_block * LANES);
+                let out_first = group * out_c + out_block * LANES;
+                let first = out_first * taps * in_c + (tap * in_c + channel) * out_lanes;
+                let w = &w[first..first + lanes * out_lanes];
+                let to = &mut to[..lanes * out_lanes];
+                match (w.try_into(), <&mut [f32; LANES * LANES]>::try_from(&mut *to)) {
+                    (Ok(w), Ok(to)) => tiles.transpose(w, to),
+                    _ => {
+                        for (out, to) in to.chunks_exact_mut(lanes).enumerate() {
+                            for (input, to) in to.iter_mut().enumerate() {
+                                *to = w[input * out_lanes + out];
                             }
                         }
                     }
-                    if tiles.values_per_unit > 1 {
-                        tiles.pack_rows(&transposed[..lanes * out_lanes], lanes, packed);
+                }
+                lanes * out_lanes
+            };
+            let mut transposed = [[0.0; LANES * LANES]; 3];
+            for out_block in 0..out_c.div_ceil(LANES) {
+                if self.uses_winograd {
+                    for ky in 0..self.kernel {
+                        let mut len = 0;
+                        // The gradient of the input is a convolution with reversed kernel rows.
+                        for (kx, to) in transposed.iter_mut().rev().enumerate() {
+                            len = transpose(ky * self.kernel + kx, out_block, to);
+                        }
+                        let first = (ky * winograd::POINTS * units + out_block * LANES) * lanes;
+                        let row = transposed.each_ref().map(|weights| &weights[..len]);
+                        winograd::transform_weights(row, &mut to[first..], units * lanes);
+                    }
+                }
+                for tap in &used {
+                    let packed = &mut to[(tap * units + out_block * LANES / tiles.values_per_unit) * lanes..];
+                    if tiles.values_per_unit == 1 {
+                        transpose(*tap, out_block, packed);
+                    } else {
+                        let len = transpose(*tap, out_block, &mut transposed[0]);
+                        tiles.pack_rows(&transposed[0][..len], lanes, packed);
                     }
                 }
             }
@@ -244,13 +303,13 @@ impl Pass {
 
     /// Computes a piece of the output. Returns the channels' sums, then their sums of squares, if requested.
     fn run_task(&self, job: &Job<'_>, task: &Task, buffers: &mut TaskBuffers) -> Vec<f64> {
-        let src_w = self.src[1];
+        let packed_width = self.packed_width();
         let [dst_h, dst_w, dst_c] = self.dst;
         let Task { groups, rows, blocks } = task;
         let tiles = job.tiles;
         let src_rows = self.rows.range(rows);
         let units_per_position = self.units_per_position(tiles);
-        let picture_len = src_rows.len() * src_w * units_per_position;
+        let picture_len = src_rows.len() * packed_width * units_per_position;
         // The sizes of groups differ by at most one picture.
         let group_count = self.batch.div_ceil(tiles.group);
         let largest_group = self.batch.div_ceil(group_count);
@@ -261,7 +320,11 @@ impl Pass {
         for group in groups.clone() {
             let own = group_start(group)..group_start(group + 1);
             let packed = &mut packed[(own.start - pictures.start) * picture_len..][..own.len() * picture_len];
-            pack_pixels_first(tiles, job.src, self.src, &own, &src_rows, packed);
+            if self.uses_winograd {
+                pack_segments(tiles, job.src, self.src, &own, &src_rows, packed);
+            } else {
+                pack_pixels_first(tiles, job.src, self.src, &own, &src_rows, packed);
+            }
         }
 
         buffers.taps.clear();
@@ -271,8 +334,8 @@ impl Pass {
                 buffers.starts.push(buffers.taps.len());
                 for (ky, y) in &self.rows.0[row] {
                     buffers.taps.extend(column.iter().map(|(kx, x)| Tap {
-                        position: ((y - src_rows.start) * src_w + x) as u32,
-                        offset: (ky * self.kernel + kx) as u32,
+                        position: ((y - src_rows.start) * packed_width + x) as u32,
+                        offset: (ky * self.kernel_columns() + kx) as u32,
                     }));
                 }
             }
@@ -281,7 +344,8 @@ impl Pass {
 
         let sums = if job.computes_sums { buffers.sums.get(blocks.len() * 3 * LANES) } else { &mut [] };
         let units = self.units(tiles);
-        let w_block = LANES * self.kernel * self.kernel * units;
+        let w_block = LANES * self.kernel * self.kernel_columns() * units;
+        let products = buffers.products.get(winograd::POINTS * largest_group * 4 * LANES).as_mut_ptr();
         let blocks_per_group = (dst_c / self.cardinality).div_ceil(LANES);
         let full_end = (dst_c / LANES).min(blocks.end);
         let mut block = blocks.start;
@@ -296,14 +360,21 @@ impl Pass {
                     0 => tiles.product_part(own.len()),
                     _ => tiles.product(own.len(), tile_blocks),
                 };
-                let positions = rows.start * dst_w..rows.end * dst_w;
-                for (index, (position, taps)) in positions.zip(buffers.starts.windows(2)).enumerate() {
-                    let first = (own.start * dst_h * dst_w + position) * dst_c + block * LANES;
-                    let sums = sums.get_mut((block - blocks.start) * 3 * LANES..);
+                let sums = match sums.get_mut((block - blocks.start) * 3 * LANES..) {
+                    Some(sums) if job.computes_sums => sums.as_mut_ptr(),
+                    _ => std::ptr::null_mut(),
+                };
+                let columns = self.columns.0.len();
+                for (index, taps) in buffers.starts.windows(2).enumerate() {
+                    let (row, column) = (rows.start + index / columns, index % columns);
+                    let (segment, point) = (column / winograd::POINTS, column % winograd::POINTS);
+                    let first_column = if self.uses_winograd { segment * winograd::COLUMNS } else { column };
+                    let first = ((own.start * dst_h + row) * dst_w + first_column) * dst_c + block * LANES;
+                    let starts_sums = group == groups.start;
                     // SAFETY: the packed group has every position of the taps; `w` and `sums` have the blocks
-                    // of the tile; the outputs are inside `dst`, and no other task writes them.
+                    // of the tile; `products` has the products of a segment; the outputs are inside `dst`, and no other task writes them.
                     unsafe {
-                        tile(&Product {
+                        let product = Product {
                             x: packed
                                 .as_ptr()
                                 .add((own.start - pictures.start) * picture_len)
@@ -316,12 +387,38 @@ impl Pass {
                             w_block,
                             y: job.dst.pointer().add(first),
                             y_picture: dst_h * dst_w * dst_c,
+                            prefetch: job.dst.pointer().add(first),
+                            prefetch_picture: dst_h * dst_w * dst_c,
                             lanes: LANES.min(dst_c - block * LANES),
-                            sums: sums
-                                .filter(|_| job.computes_sums)
-                                .map_or(std::ptr::null_mut(), |s| s.as_mut_ptr()),
-                            starts_sums: index == 0 && group == groups.start,
+                            sums,
+                            starts_sums: starts_sums && index == 0,
+                        };
+                        if !self.uses_winograd {
+                            tile(&product);
+                            continue;
+                        }
+                        let y_picture = tile_blocks * LANES;
+                        tile(&Product {
+                            y: products.add(point * own.len() * y_picture),
+                            y_picture,
+                            prefetch: product.prefetch.wrapping_add(point.min(winograd::COLUMNS - 1) * dst_c),
+                            sums: std::ptr::null_mut(),
+                            ..product
                         });
+                        if point + 1 == winograd::POINTS {
+                            (tiles.segment_outputs)(&SegmentOutputs {
+                                products,
+                                pictures: own.len(),
+                                blocks: tile_blocks,
+                                lanes: product.lanes,
+                                columns: winograd::COLUMNS.min(dst_w - first_column),
+                                y: product.y,
+                                y_picture: product.y_picture,
+                                y_column: dst_c,
+                                sums,
+                                starts_sums: starts_sums && index + 1 == winograd::POINTS,
+                            });
+                        }
                     }
                 }
             }
@@ -384,6 +481,39 @@ fn pack_pixels_first(
                 to: to.as_mut_ptr().add(index * LANES),
                 to_pixel: units_per_position * pictures.len(),
                 to_block: LANES * pictures.len(),
+            });
+        }
+    }
+}
+
+/// Packs transformed rows of some pictures as `[row][segment][point][block of 16 channels][picture][16]`, see [`winograd`].
+fn pack_segments(
+    tiles: &Tiles,
+    src: &[f32],
+    [height, width, channels]: [usize; 3],
+    pictures: &Range<usize>,
+    rows: &Range<usize>,
+    to: &mut [f32],
+) {
+    let to_point = channels.next_multiple_of(LANES) * pictures.len();
+    let to_segment = winograd::POINTS * to_point;
+    let to_row = width.div_ceil(winograd::COLUMNS) * to_segment;
+    assert!(to.len() >= rows.len() * to_row);
+    assert!(src.len() >= pictures.end * height * width * channels);
+    for (row, to) in rows.clone().zip(to.chunks_exact_mut(to_row)) {
+        // SAFETY: `src` has the pictures, and `to` is large enough, as checked above.
+        unsafe {
+            (tiles.transform_input)(&Segments {
+                row: src[(pictures.start * height + row) * width * channels..].as_ptr(),
+                width,
+                channels,
+                pictures: pictures.len(),
+                picture: height * width * channels,
+                to: to.as_mut_ptr(),
+                to_segment,
+                to_point,
+                to_block: LANES * pictures.len(),
+                to_picture: LANES,
             });
         }
     }

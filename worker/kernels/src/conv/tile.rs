@@ -12,6 +12,7 @@
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx;
 mod kernels;
+mod segments;
 
 use super::vector::{Arithmetic, Vector};
 use kernels::{outer, pack_channels, pack_pictures, pack_rows, product};
@@ -43,6 +44,9 @@ pub(super) struct Product<'a> {
     pub(super) y: *mut f32,
     /// Floats from one picture's output to the next picture's.
     pub(super) y_picture: usize,
+    /// Memory that is written soon, with `prefetch_picture` floats from one picture to the next. It is probably not in the cache.
+    pub(super) prefetch: *const f32,
+    pub(super) prefetch_picture: usize,
     /// Output channels of the block: 16, or fewer for a single block that is not full.
     pub(super) lanes: usize,
     /// Null, or for every block of channels: 16 pivots, 16 sums of (output - pivot), and 16 sums of
@@ -99,6 +103,50 @@ pub(super) struct Pack {
     pub(super) to_block: usize,
 }
 
+/// A row of a picture, whose segments are transformed and packed, see [`winograd`](super::winograd).
+pub(super) struct Segments {
+    /// First channel of the row's first pixel; pixels are consecutive.
+    pub(super) row: *const f32,
+    /// Number of pixels.
+    pub(super) width: usize,
+    pub(super) channels: usize,
+    pub(super) pictures: usize,
+    /// Floats from one picture's row to the next picture's.
+    pub(super) picture: usize,
+    /// Where the first segment's first point goes.
+    pub(super) to: *mut f32,
+    /// Floats from one segment to the next.
+    pub(super) to_segment: usize,
+    /// Floats from one point to the next.
+    pub(super) to_point: usize,
+    /// Floats from one block of channels to the next.
+    pub(super) to_block: usize,
+    /// Floats from one picture to the next.
+    pub(super) to_picture: usize,
+}
+
+/// The products of a segment, for the pictures and blocks of channels of a tile.
+pub(super) struct SegmentOutputs {
+    /// `[point][picture][block][16]`.
+    pub(super) products: *const f32,
+    pub(super) pictures: usize,
+    pub(super) blocks: usize,
+    /// As in [`Product`].
+    pub(super) lanes: usize,
+    /// Number of output columns, at most four.
+    pub(super) columns: usize,
+    /// The first column's output of the first picture.
+    pub(super) y: *mut f32,
+    /// As in [`Product`].
+    pub(super) y_picture: usize,
+    /// Floats from one column to the next.
+    pub(super) y_column: usize,
+    /// As in [`Product`].
+    pub(super) sums: *mut f32,
+    /// Whether to start the sums, with the first picture's outputs in the first column as pivots.
+    pub(super) starts_sums: bool,
+}
+
 type ProductFn = unsafe fn(&Product<'_>);
 type OuterFn = unsafe fn(&Outer<'_>);
 
@@ -118,6 +166,12 @@ pub(super) struct Tiles {
     pub(super) pack_channels: unsafe fn(&Pack),
     /// Packs a row of pixels for [`Outer`]: a unit has the same channel of one or two pictures.
     pub(super) pack_pictures: unsafe fn(&Pack),
+    /// Transforms a row of inputs, whose segments overlap.
+    pub(super) transform_input: unsafe fn(&Segments),
+    /// Transforms a row of the output's gradient.
+    pub(super) transform_gradient: unsafe fn(&Segments),
+    /// Computes the outputs of a segment.
+    pub(super) segment_outputs: unsafe fn(&SegmentOutputs),
     pack_rows: unsafe fn(&[f32], usize, &mut [f32]),
     transpose: unsafe fn(&[f32; 256], &mut [f32; 256]),
 }
@@ -271,8 +325,8 @@ macro_rules! tiles {
      outer [$($i:literal: $outer_1:ident $outer_2:ident $outer_4:ident),* $(,)?]) => {
         pub(super) static $name: super::Tiles = {
             use crate::conv::tile::{
-                Arithmetic, Format, Outer, Pack, Product, Tiles, Vector, outer, pack_channels, pack_pictures,
-                pack_rows, product,
+                Arithmetic, Format, Outer, Pack, Product, SegmentOutputs, Segments, Tiles, Vector, outer,
+                pack_channels, pack_pictures, pack_rows, product, segments,
             };
             $(#[$feature])?
             unsafe fn product_at<const P: usize, const V: usize, const PART: bool>(t: &Product<'_>) {
@@ -289,6 +343,18 @@ macro_rules! tiles {
             $(#[$feature])?
             unsafe fn pack_pictures_of(t: &Pack) {
                 pack_pictures::<$vector, $format>(t)
+            }
+            $(#[$feature])?
+            unsafe fn transform_input_of(t: &Segments) {
+                segments::transform::<$vector, true>(t)
+            }
+            $(#[$feature])?
+            unsafe fn transform_gradient_of(t: &Segments) {
+                segments::transform::<$vector, false>(t)
+            }
+            $(#[$feature])?
+            unsafe fn segment_outputs_of(t: &SegmentOutputs) {
+                segments::outputs::<$vector>(t)
             }
             $(#[$feature])?
             unsafe fn pack_rows_of(from: &[f32], lanes: usize, to: &mut [f32]) {
@@ -318,6 +384,9 @@ macro_rules! tiles {
                 )),*],
                 pack_channels: pack_channels_of,
                 pack_pictures: pack_pictures_of,
+                transform_input: transform_input_of,
+                transform_gradient: transform_gradient_of,
+                segment_outputs: segment_outputs_of,
                 pack_rows: pack_rows_of,
                 transpose: transpose_block,
             }

@@ -2,21 +2,18 @@
 //! gradients at this offset.
 //!
 //! The packed pictures of a group are interleaved: one pixel of all pictures, then the next pixel of the row. The sum runs over
-//! pieces of about [`PIXELS`] pixels, whose input and gradient stay in the first-level cache for all kernel offsets.
+//! pieces of about 256 pixels, whose input and gradient stay in the first-level cache for all kernel offsets.
 
 use super::{
     ConvShape, LANES,
     memory::{Scratch, SharedOutput},
-    pieces::{self, Piece, Pieces},
-    tile::{Outer, Pack, Tiles},
+    pieces::{Piece, Pieces},
+    tile::{Outer, Pack, Segments, Tiles},
+    winograd,
 };
 use rayon::prelude::*;
 use std::{ops::Range, sync::Arc};
 
-/// Number of units of pixels per piece: (16 input and 32 output channels) * 4 bytes * 256 = 48 KiB. Larger pieces are slower.
-const PIXELS: usize = 256;
-/// Number of units of pictures per group if a picture is larger than a piece.
-const GROUP: usize = 4;
 /// Maximum number of weights for which tasks divide the pixels, with separate gradients in the second-level cache.
 const MAX_OWN_WEIGHTS: usize = 80 * 1024;
 /// Maximum number of packed units of a task, for the input and for the output's gradient each. They stay in the second-level
@@ -40,8 +37,6 @@ struct Chunk {
 struct Plan<'a> {
     s: &'a ConvShape,
     tiles: &'static Tiles,
-    /// Pictures in a group, in whole units; the last group may have fewer.
-    group: usize,
     pieces: Arc<Pieces>,
 }
 
@@ -61,41 +56,52 @@ pub(super) fn gradient(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scr
         dw.fill(0.0);
         return;
     }
-    let plane = s.out_h() * s.out_w();
     let tiles = scratch.tiles;
-    let group = (if plane <= PIXELS { PIXELS / plane } else { GROUP } * tiles.values_per_unit).min(s.batch);
-    let pieces = scratch.plans.entry(*s).or_insert_with(|| {
-        let units = |pictures: usize| pictures.div_ceil(tiles.values_per_unit);
-        let rows = (PIXELS / (s.out_w() * units(group))).clamp(1, s.out_h());
-        Arc::new([group, s.batch % group].map(|group| pieces::divide(s, units(group), rows)))
-    });
-    let plan = Plan { s, tiles, group, pieces: Arc::clone(pieces) };
-    if s.weight_len() > MAX_OWN_WEIGHTS {
-        plan.divide_weights(x, dy, dw, scratch);
-    } else {
-        plan.divide_pixels(x, dy, dw, scratch);
+    let pieces = Arc::clone(scratch.plans.entry(*s).or_insert_with(|| Arc::new(Pieces::new(s, tiles))));
+    let plan = Plan { s, tiles, pieces };
+    if !plan.pieces.uses_winograd {
+        return plan.run(x, dy, dw, scratch);
     }
+    let mut buffer = std::mem::take(&mut scratch.transformed);
+    let transformed = buffer.get(dw.len() / s.kernel * winograd::POINTS);
+    plan.run(x, dy, transformed, scratch);
+    winograd::inverse_gradient(s, transformed, dw);
+    scratch.transformed = buffer;
 }
 
 impl Plan<'_> {
+    fn run(&self, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
+        if dw.len() > MAX_OWN_WEIGHTS {
+            self.divide_weights(x, dy, dw, scratch);
+        } else {
+            self.divide_pixels(x, dy, dw, scratch);
+        }
+    }
+
     /// Number of units of `pictures`, which begin at a whole unit.
     fn units(&self, pictures: usize) -> usize {
         pictures.div_ceil(self.tiles.values_per_unit)
     }
 
+    /// Packed floats of a row of a unit: of the input, and of the gradient.
+    fn row_lens(&self) -> [usize; 2] {
+        let [in_columns, out_columns] = self.pieces.columns.packed;
+        [in_columns * self.s.in_c.next_multiple_of(LANES), out_columns * self.s.out_c.next_multiple_of(LANES)]
+    }
+
     /// Every task computes some weights over all pixels.
     fn divide_weights(&self, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
         let s = self.s;
-        let x_picture = s.in_h * s.in_w * s.in_c.next_multiple_of(LANES);
-        let dy_picture = s.out_h() * s.out_w() * s.out_c.next_multiple_of(LANES);
+        let [x_row, dy_row] = self.row_lens();
+        let [x_picture, dy_picture] = [s.in_h * x_row, s.out_h() * dy_row];
         let x_packed = scratch.x.get(self.units(s.batch) * x_picture);
         let dy_packed = scratch.dy.get(self.units(s.batch) * dy_picture);
         x_packed
-            .par_chunks_mut(x_picture * self.units(self.group))
-            .zip(dy_packed.par_chunks_mut(dy_picture * self.units(self.group)))
+            .par_chunks_mut(x_picture * self.units(self.pieces.group))
+            .zip(dy_packed.par_chunks_mut(dy_picture * self.units(self.pieces.group)))
             .enumerate()
             .for_each(|(chunk, (x_packed, dy_packed))| {
-                let pictures = chunk * self.group..s.batch.min((chunk + 1) * self.group);
+                let pictures = chunk * self.pieces.group..s.batch.min((chunk + 1) * self.pieces.group);
                 self.pack_x(x, &pictures, &(0..s.in_h), x_packed);
                 self.pack_dy(dy, &pictures, &(0..s.out_h()), dy_packed);
             });
@@ -108,15 +114,15 @@ impl Plan<'_> {
         (0..panels.len() * splits).into_par_iter().for_each(|task| {
             let (panel, split) = (&panels[task / splits], task % splits);
             for in_block in split * in_blocks / splits..(split + 1) * in_blocks / splits {
-                for first in (0..s.batch).step_by(self.group) {
-                    let pictures = first..s.batch.min(first + self.group);
+                for first in (0..s.batch).step_by(self.pieces.group) {
+                    let pictures = first..s.batch.min(first + self.pieces.group);
                     let packed = Packed {
                         x: x_packed[self.units(first) * x_picture..].as_ptr(),
                         dy: dy_packed[self.units(first) * dy_picture..].as_ptr(),
                         input_rows: 0..s.in_h,
                         output_rows: 0..s.out_h(),
                     };
-                    let chunk = Chunk { pictures, pieces: 0..self.pieces[0].len() };
+                    let chunk = Chunk { pictures, pieces: 0..self.pieces.of(self.pieces.group).len() };
                     // SAFETY: the whole chunk is packed; no other task has this panel and input block.
                     unsafe { self.accumulate(&chunk, &packed, panel, in_block, out.pointer(), first > 0) };
                 }
@@ -139,10 +145,9 @@ impl Plan<'_> {
                 for (index, chunk) in chunks[own].iter().enumerate() {
                     let (input_rows, output_rows) = self.rows(chunk);
                     let units = self.units(chunk.pictures.len());
-                    let x_row_len = s.in_w * s.in_c.next_multiple_of(LANES);
-                    let dy_row_len = s.out_w() * s.out_c.next_multiple_of(LANES);
-                    let x_packed = buffers.x.get(input_rows.len() * x_row_len * units);
-                    let dy_packed = buffers.dy.get(output_rows.len() * dy_row_len * units);
+                    let [x_row, dy_row] = self.row_lens();
+                    let x_packed = buffers.x.get(input_rows.len() * x_row * units);
+                    let dy_packed = buffers.dy.get(output_rows.len() * dy_row * units);
                     self.pack_x(x, &chunk.pictures, &input_rows, x_packed);
                     self.pack_dy(dy, &chunk.pictures, &output_rows, dy_packed);
                     let (x, dy) = (x_packed.as_ptr(), dy_packed.as_ptr());
@@ -190,13 +195,13 @@ impl Plan<'_> {
     /// Groups of pictures, divided by rows so that packed rows fit in the cache.
     fn chunks(&self) -> Vec<Chunk> {
         let s = self.s;
-        let row_units = (s.in_w * s.in_c.next_multiple_of(LANES))
-            .max(s.out_w() * s.out_c.next_multiple_of(LANES))
-            * self.units(self.group);
-        let count = self.pieces[0].len();
+        let [x_row, dy_row] = self.row_lens();
+        let row_units = x_row.max(dy_row) * self.units(self.pieces.group);
+        let count = self.pieces.of(self.pieces.group).len();
         let fits = |pieces: usize| {
-            let row_ends =
-                self.pieces[0][..pieces].iter().map(|piece| piece.input_rows.end.max(piece.output_rows.end));
+            let row_ends = self.pieces.of(self.pieces.group)[..pieces]
+                .iter()
+                .map(|piece| piece.input_rows.end.max(piece.output_rows.end));
             row_ends.max().unwrap_or(0) * row_units <= PACKED
         };
         let mut pieces_per_chunk = count;
@@ -204,10 +209,10 @@ impl Plan<'_> {
             pieces_per_chunk = pieces_per_chunk.div_ceil(2);
         }
         (0..s.batch)
-            .step_by(self.group)
+            .step_by(self.pieces.group)
             .flat_map(|first| {
                 (0..count).step_by(pieces_per_chunk).map(move |piece| Chunk {
-                    pictures: first..s.batch.min(first + self.group),
+                    pictures: first..s.batch.min(first + self.pieces.group),
                     pieces: piece..count.min(piece + pieces_per_chunk),
                 })
             })
@@ -215,8 +220,7 @@ impl Plan<'_> {
     }
 
     fn pieces_of(&self, chunk: &Chunk) -> &[Piece] {
-        let pieces = &self.pieces[usize::from(chunk.pictures.len() != self.group)];
-        &pieces[chunk.pieces.clone()]
+        &self.pieces.of(chunk.pictures.len())[chunk.pieces.clone()]
     }
 
     /// Input rows and output rows of a chunk.
@@ -246,15 +250,17 @@ impl Plan<'_> {
         let s = self.s;
         let Packed { input_rows, output_rows, .. } = packed;
         let units = self.units(chunk.pictures.len());
-        let (x_row, dy_row) = (s.in_w * units * LANES, s.out_w() * units * LANES);
-        let taps = s.kernel * s.kernel;
+        let [x_row, dy_row] = self.pieces.columns.packed.map(|columns| columns * units * LANES);
+        let kernel_columns = self.pieces.columns.pairs.len();
+        let taps = s.kernel * kernel_columns;
         let in_c = s.group_in_c();
         // With several groups, each group has whole blocks.
         let x_block = panel.start * LANES / s.group_out_c() * in_c / LANES + in_block;
         let lanes = LANES.min(s.out_c - panel.start * LANES);
         let in_channels = LANES.min(in_c - in_block * LANES);
         for (index, piece) in self.pieces_of(chunk).iter().enumerate() {
-            for (tap, runs) in piece.runs.iter().enumerate() {
+            // The kernel rows of a column read about the same pixels.
+            for tap in (0..kernel_columns).flat_map(|kx| (kx..taps).step_by(kernel_columns)) {
                 let mut channel = 0;
                 while channel < in_channels {
                     let (tile_channels, tile) = self.tiles.outer(in_channels - channel, panel.len());
@@ -271,7 +277,7 @@ impl Plan<'_> {
                             x: packed.x.add(x + channel),
                             dy: packed.dy.add(dy),
                             dy_block: output_rows.len() * dy_row,
-                            runs,
+                            runs: &piece.runs[tap],
                             dw: dw.add(first),
                             dw_block: LANES * taps * in_c,
                             accumulate: add || index > 0,
@@ -286,11 +292,21 @@ impl Plan<'_> {
     }
 
     fn pack_x(&self, x: &[f32], pictures: &Range<usize>, rows: &Range<usize>, to: &mut [f32]) {
-        pack(self.tiles, x, [self.s.in_h, self.s.in_w, self.s.in_c], pictures, rows, to);
+        let from = [self.s.in_h, self.s.in_w, self.s.in_c];
+        if self.pieces.uses_winograd {
+            pack_segments(self.tiles.transform_input, x, from, pictures, rows, to);
+        } else {
+            pack(self.tiles, x, from, pictures, rows, to);
+        }
     }
 
     fn pack_dy(&self, dy: &[f32], pictures: &Range<usize>, rows: &Range<usize>, to: &mut [f32]) {
-        pack(self.tiles, dy, [self.s.out_h(), self.s.out_w(), self.s.out_c], pictures, rows, to);
+        let from = [self.s.out_h(), self.s.out_w(), self.s.out_c];
+        if self.pieces.uses_winograd {
+            pack_segments(self.tiles.transform_gradient, dy, from, pictures, rows, to);
+        } else {
+            pack(self.tiles, dy, from, pictures, rows, to);
+        }
     }
 }
 
@@ -322,6 +338,41 @@ fn pack(
                 to: to.as_mut_ptr().add(index * LANES),
                 to_pixel: LANES * units,
                 to_block: LANES * units * pixels,
+            });
+        }
+    }
+}
+
+/// Packs transformed rows of some pictures as `[channel block][row][point][segment][picture][16]`, see [`winograd`].
+fn pack_segments(
+    transform: unsafe fn(&Segments),
+    from: &[f32],
+    [height, width, channels]: [usize; 3],
+    pictures: &Range<usize>,
+    rows: &Range<usize>,
+    to: &mut [f32],
+) {
+    let segments = width.div_ceil(winograd::COLUMNS);
+    let to_segment = LANES * pictures.len();
+    let to_point = segments * to_segment;
+    let to_row = winograd::POINTS * to_point;
+    let to_block = rows.len() * to_row;
+    assert!(from.len() >= pictures.end * height * width * channels);
+    assert!(to.len() >= channels.div_ceil(LANES) * to_block);
+    for row in rows.clone() {
+        // SAFETY: `from` has the pictures, and `to` is large enough, as checked above.
+        unsafe {
+            transform(&Segments {
+                row: from[(pictures.start * height + row) * width * channels..].as_ptr(),
+                width,
+                channels,
+                pictures: pictures.len(),
+                picture: height * width * channels,
+                to: to[(row - rows.start) * to_row..].as_mut_ptr(),
+                to_segment,
+                to_point,
+                to_block,
+                to_picture: LANES,
             });
         }
     }

@@ -42,7 +42,7 @@ pub(super) unsafe fn product<
     // The cache lines of the output are far apart and not in the cache: prefetch them during the sums.
     for p in 0..P {
         for v in 0..V {
-            S::prefetch(t.y.add(p * t.y_picture + v * 16));
+            S::prefetch(t.prefetch.add(p * t.prefetch_picture + v * 16));
         }
     }
     let mut sum = [[S::zero(); V]; P];

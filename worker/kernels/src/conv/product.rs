@@ -7,7 +7,7 @@
 use super::{
     ConvShape, LANES,
     memory::{Buffer, SharedOutput, TaskBufferPool, TaskBuffers},
-    tile::{Pack, Product, SegmentOutputs, Segments, Tap, Tiles},
+    tile::{Pack, Product, SegmentOutputs, Strides, Tap, Tiles},
     winograd,
 };
 use rayon::prelude::*;
@@ -321,7 +321,13 @@ impl Pass {
             let own = group_start(group)..group_start(group + 1);
             let packed = &mut packed[(own.start - pictures.start) * picture_len..][..own.len() * picture_len];
             if self.uses_winograd {
-                pack_segments(tiles, job.src, self.src, &own, &src_rows, packed);
+                // `[row][segment][point][block of 16 channels][picture][16]`
+                let block = LANES * own.len();
+                let point = units_per_position * own.len();
+                let segment = winograd::POINTS * point;
+                let strides = Strides { row: packed_width * point, segment, point, block };
+                let transform = tiles.transform_input;
+                winograd::pack(transform, job.src, self.src, &own, &src_rows, packed, strides);
             } else {
                 pack_pixels_first(tiles, job.src, self.src, &own, &src_rows, packed);
             }
@@ -481,39 +487,6 @@ fn pack_pixels_first(
                 to: to.as_mut_ptr().add(index * LANES),
                 to_pixel: units_per_position * pictures.len(),
                 to_block: LANES * pictures.len(),
-            });
-        }
-    }
-}
-
-/// Packs transformed rows of some pictures as `[row][segment][point][block of 16 channels][picture][16]`, see [`winograd`].
-fn pack_segments(
-    tiles: &Tiles,
-    src: &[f32],
-    [height, width, channels]: [usize; 3],
-    pictures: &Range<usize>,
-    rows: &Range<usize>,
-    to: &mut [f32],
-) {
-    let to_point = channels.next_multiple_of(LANES) * pictures.len();
-    let to_segment = winograd::POINTS * to_point;
-    let to_row = width.div_ceil(winograd::COLUMNS) * to_segment;
-    assert!(to.len() >= rows.len() * to_row);
-    assert!(src.len() >= pictures.end * height * width * channels);
-    for (row, to) in rows.clone().zip(to.chunks_exact_mut(to_row)) {
-        // SAFETY: `src` has the pictures, and `to` is large enough, as checked above.
-        unsafe {
-            (tiles.transform_input)(&Segments {
-                row: src[(pictures.start * height + row) * width * channels..].as_ptr(),
-                width,
-                channels,
-                pictures: pictures.len(),
-                picture: height * width * channels,
-                to: to.as_mut_ptr(),
-                to_segment,
-                to_point,
-                to_block: LANES * pictures.len(),
-                to_picture: LANES,
             });
         }
     }

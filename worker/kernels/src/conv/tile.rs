@@ -113,16 +113,18 @@ pub(super) struct Segments {
     pub(super) pictures: usize,
     /// Floats from one picture's row to the next picture's.
     pub(super) picture: usize,
-    /// Where the first segment's first point goes.
+    /// Where the first point of the first segment is stored.
     pub(super) to: *mut f32,
-    /// Floats from one segment to the next.
-    pub(super) to_segment: usize,
-    /// Floats from one point to the next.
-    pub(super) to_point: usize,
-    /// Floats from one block of channels to the next.
-    pub(super) to_block: usize,
-    /// Floats from one picture to the next.
-    pub(super) to_picture: usize,
+    pub(super) strides: Strides,
+}
+
+/// Floats from one row, segment, point and block of channels to the next in packed segments. The pictures of a group are adjacent.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Strides {
+    pub(super) row: usize,
+    pub(super) segment: usize,
+    pub(super) point: usize,
+    pub(super) block: usize,
 }
 
 /// The products of a segment, for the pictures and blocks of channels of a tile.
@@ -149,6 +151,7 @@ pub(super) struct SegmentOutputs {
 
 type ProductFn = unsafe fn(&Product<'_>);
 type OuterFn = unsafe fn(&Outer<'_>);
+pub(super) type TransformFn = unsafe fn(&Segments);
 
 /// The tiles for one instruction set and number format.
 #[derive(Debug)]
@@ -167,9 +170,9 @@ pub(super) struct Tiles {
     /// Packs a row of pixels for [`Outer`]: a unit has the same channel of one or two pictures.
     pub(super) pack_pictures: unsafe fn(&Pack),
     /// Transforms a row of inputs, whose segments overlap.
-    pub(super) transform_input: unsafe fn(&Segments),
+    pub(super) transform_input: TransformFn,
     /// Transforms a row of the output's gradient.
-    pub(super) transform_gradient: unsafe fn(&Segments),
+    pub(super) transform_gradient: TransformFn,
     /// Computes the outputs of a segment.
     pub(super) segment_outputs: unsafe fn(&SegmentOutputs),
     pack_rows: unsafe fn(&[f32], usize, &mut [f32]),

@@ -8,7 +8,7 @@ use super::{
     ConvShape, LANES,
     memory::{Scratch, SharedOutput},
     pieces::{Piece, Pieces},
-    tile::{Outer, Pack, Segments, Tiles},
+    tile::{Outer, Pack, Strides, Tiles, TransformFn},
     winograd,
 };
 use rayon::prelude::*;
@@ -293,20 +293,32 @@ impl Plan<'_> {
 
     fn pack_x(&self, x: &[f32], pictures: &Range<usize>, rows: &Range<usize>, to: &mut [f32]) {
         let from = [self.s.in_h, self.s.in_w, self.s.in_c];
-        if self.pieces.uses_winograd {
-            pack_segments(self.tiles.transform_input, x, from, pictures, rows, to);
-        } else {
-            pack(self.tiles, x, from, pictures, rows, to);
-        }
+        self.pack_rows(self.tiles.transform_input, x, from, pictures, rows, to);
     }
 
     fn pack_dy(&self, dy: &[f32], pictures: &Range<usize>, rows: &Range<usize>, to: &mut [f32]) {
         let from = [self.s.out_h(), self.s.out_w(), self.s.out_c];
-        if self.pieces.uses_winograd {
-            pack_segments(self.tiles.transform_gradient, dy, from, pictures, rows, to);
-        } else {
-            pack(self.tiles, dy, from, pictures, rows, to);
+        self.pack_rows(self.tiles.transform_gradient, dy, from, pictures, rows, to);
+    }
+
+    fn pack_rows(
+        &self,
+        transform: TransformFn,
+        values: &[f32],
+        from: [usize; 3],
+        pictures: &Range<usize>,
+        rows: &Range<usize>,
+        to: &mut [f32],
+    ) {
+        if !self.pieces.uses_winograd {
+            return pack(self.tiles, values, from, pictures, rows, to);
         }
+        // `[channel block][row][point][segment][picture][16]`
+        let segment = LANES * pictures.len();
+        let point = from[1].div_ceil(winograd::COLUMNS) * segment;
+        let row = winograd::POINTS * point;
+        let strides = Strides { row, segment, point, block: rows.len() * row };
+        winograd::pack(transform, values, from, pictures, rows, to, strides);
     }
 }
 
@@ -338,41 +350,6 @@ fn pack(
                 to: to.as_mut_ptr().add(index * LANES),
                 to_pixel: LANES * units,
                 to_block: LANES * units * pixels,
-            });
-        }
-    }
-}
-
-/// Packs transformed rows of some pictures as `[channel block][row][point][segment][picture][16]`, see [`winograd`].
-fn pack_segments(
-    transform: unsafe fn(&Segments),
-    from: &[f32],
-    [height, width, channels]: [usize; 3],
-    pictures: &Range<usize>,
-    rows: &Range<usize>,
-    to: &mut [f32],
-) {
-    let segments = width.div_ceil(winograd::COLUMNS);
-    let to_segment = LANES * pictures.len();
-    let to_point = segments * to_segment;
-    let to_row = winograd::POINTS * to_point;
-    let to_block = rows.len() * to_row;
-    assert!(from.len() >= pictures.end * height * width * channels);
-    assert!(to.len() >= channels.div_ceil(LANES) * to_block);
-    for row in rows.clone() {
-        // SAFETY: `from` has the pictures, and `to` is large enough, as checked above.
-        unsafe {
-            transform(&Segments {
-                row: from[(pictures.start * height + row) * width * channels..].as_ptr(),
-                width,
-                channels,
-                pictures: pictures.len(),
-                picture: height * width * channels,
-                to: to[(row - rows.start) * to_row..].as_mut_ptr(),
-                to_segment,
-                to_point,
-                to_block,
-                to_picture: LANES,
             });
         }
     }

@@ -9,9 +9,13 @@
 //! Rows are not combined, so ranks that share rows compute the same products as one rank. Results differ from those of the
 //! definition only by rounding, except that an infinite input or gradient may give NaN.
 
-use super::{ConvShape, LANES, tile::Format};
+use super::{
+    ConvShape, LANES,
+    tile::{Format, Segments, Strides, TransformFn},
+};
 use crate::simd::with_simd;
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Number of output columns of a segment.
 pub(super) const COLUMNS: usize = 4;
@@ -28,6 +32,36 @@ pub(super) fn applies(s: &ConvShape, format: Format) -> bool {
         && s.in_w >= COLUMNS
         && s.in_c.min(s.out_c) >= LANES
         && s.in_c * s.out_c <= MAX_PAIRS
+}
+
+/// Packs rows of some pictures, transformed by `transform`, as `strides` says.
+pub(super) fn pack(
+    transform: TransformFn,
+    from: &[f32],
+    [height, width, channels]: [usize; 3],
+    pictures: &Range<usize>,
+    rows: &Range<usize>,
+    to: &mut [f32],
+    strides: Strides,
+) {
+    let picture = height * width * channels;
+    let segments = rows.len() * width.div_ceil(COLUMNS) * pictures.len();
+    assert!(from.len() >= pictures.end * picture && rows.end <= height);
+    assert!(to.len() >= segments * POINTS * channels.next_multiple_of(LANES));
+    for row in rows.clone() {
+        // SAFETY: `from` has the rows, and `to` has a vector for each point, block of channels and picture of every segment.
+        unsafe {
+            transform(&Segments {
+                row: from[pictures.start * picture + row * width * channels..].as_ptr(),
+                width,
+                channels,
+                pictures: pictures.len(),
+                picture,
+                to: to[(row - rows.start) * strides.row..].as_mut_ptr(),
+                strides,
+            });
+        }
+    }
 }
 
 /// `G g` for each value of three slices, the weights of a kernel row. The slice of a point begins `to_point` values after the previous one.

@@ -16,7 +16,7 @@ unsafe fn column<S: Vector>(t: &Segments, row: *const f32, column: isize, block:
 /// `Bᵀ d` of each segment of an input row (`INPUT`), or `A dy` of each segment of a row of the output's gradient.
 #[inline(always)]
 pub(super) unsafe fn transform<S: Vector, const INPUT: bool>(t: &Segments) {
-    let [two, four, minus_four, minus_five, eight] = [2.0, 4.0, -4.0, -5.0, 8.0].map(|v: f32| v);
+    let [two, four, minus_four, minus_five, eight] = [2.0f32, 4.0, -4.0, -5.0, 8.0];
     let (two, four, eight) = (S::splat(&two), S::splat(&four), S::splat(&eight));
     let (minus_four, minus_five) = (S::splat(&minus_four), S::splat(&minus_five));
     let blocks = t.channels.div_ceil(16);
@@ -51,9 +51,9 @@ pub(super) unsafe fn transform<S: Vector, const INPUT: bool>(t: &Segments) {
                 let (even_2, odd_2) = (y2.mul_add(four, y0), y3.mul_add(eight, y1.add(y1)));
                 [y0, even.add(odd), even.sub(odd), even_2.add(odd_2), even_2.sub(odd_2), y3]
             };
-            let to = t.to.add(block * t.to_block + segment * t.to_segment + picture * t.to_picture);
+            let to = t.to.add(segment * t.strides.segment + block * t.strides.block + picture * 16);
             for (point, value) in points.into_iter().enumerate() {
-                value.store(to.add(point * t.to_point));
+                value.store(to.add(point * t.strides.point));
             }
         }
     }

@@ -198,7 +198,7 @@ pub struct Job {
     /// validation accuracy is low or uncertain, and what to change, or that training and validation accuracy agree. For a running job:
     /// that the training loss has exploded (from the first validation on), and whether the validation accuracy improves (from the second
     /// on). For a job whose training diverged: the learning rate to try. Begins with `trained_validation`, if the job has it, unless the
-    /// training loss has exploded. Only in `GET /jobs/{id}`.
+    /// training loss has exploded or the training has diverged. Only in `GET /jobs/{id}`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub diagnosis: Option<String>,
     /// If validation pictures were training pictures of the run that the weights are from, a sentence that says so and begins with their

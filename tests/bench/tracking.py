@@ -81,17 +81,17 @@ def time_loop(log, finish, steps):
 
 def log_to_lockstep(steps):
     run = lockstep.init(project="bench", name="tracking")
-    took = time_loop(run.log, run.finish, steps)
+    secs, calls = time_loop(run.log, run.finish, steps)
     [job] = [job for job in lockstep.Client().jobs(project="bench") if job.data["external"]["id"] == run.id]
     text = job._send_once("GET", f"/jobs/{job.id}/metrics.csv").text
-    return *took, len(text.splitlines()) - 1
+    return secs, calls, len(text.splitlines()) - 1
 
 
 def log_to_mlflow(steps):
     run = mlflow.start_run()
-    took = time_loop(lambda values, step: mlflow.log_metrics(values, step=step), mlflow.end_run, steps)
+    secs, calls = time_loop(lambda values, step: mlflow.log_metrics(values, step=step), mlflow.end_run, steps)
     client = mlflow.MlflowClient()
-    return *took, sum(len(client.get_metric_history(run.info.run_id, name)) for name in NAMES)
+    return secs, calls, sum(len(client.get_metric_history(run.info.run_id, name)) for name in NAMES)
 
 
 def main():
@@ -103,7 +103,7 @@ def main():
     program = pathlib.Path(options.program).resolve()
     for name in [name for name in os.environ if name.startswith(("LOCKSTEP_", "MLFLOW_TRACKING_"))]:
         del os.environ[name]
-    rounds = {"Lockstep": (log_to_lockstep, []), "MLflow": (log_to_mlflow, [])}
+    loggers = {"Lockstep": (log_to_lockstep, []), "MLflow": (log_to_mlflow, [])}
     with tempfile.TemporaryDirectory(prefix="lockstep-tracking-") as folder:
         os.chdir(folder)
         command = [program, "serve", "--listen", "127.0.0.1:0", "--no-local-agent", "--no-open"]
@@ -115,7 +115,7 @@ def main():
             # Creates the tables, which takes seconds.
             mlflow.set_experiment("bench")
             for _ in range(options.rounds):
-                for name, (measure, results) in rounds.items():
+                for name, (measure, results) in loggers.items():
                     secs, calls, points = measure(options.steps)
                     if points != len(NAMES) * options.steps:
                         sys.exit(f"{name} stored {points} of {len(NAMES) * options.steps} points")
@@ -124,7 +124,7 @@ def main():
             server.terminate()
             server.wait()
     rows = []
-    for name, (_, results) in rounds.items():
+    for name, (_, results) in loggers.items():
         calls = sorted(1e6 * secs for _, calls_of_round in results for secs in calls_of_round)
         rows.append({
             "logged by": name, "points a second": round(statistics.median(rate for rate, _ in results)),

@@ -3,7 +3,7 @@
 
 use crate::{
     judge::{
-        CHECKPOINT_STEPS, FaultRow, SLOW_STEPS, STEPS, assert_undisturbed_result, spec, start,
+        CHECKPOINT_STEPS, ReportRow, SLOW_STEPS, STEPS, assert_undisturbed_result, spec, start,
         trained_weights, undisturbed_weights, variables, wait_for_step,
     },
     postgres,
@@ -40,7 +40,7 @@ async fn a_rank_killed_at_any_point_of_a_checkpoint_restarts_cleanly() {
         let environment = faults(marks.path(), points, "kill", 2);
         let server = start(None, environment).await;
         let id = server.submit(&spec("disturbed", STEPS)).await;
-        let row = FaultRow::begin(&format!("kill -9 at {}", points.join(", ")));
+        let row = ReportRow::begin(&format!("kill -9 at {}", points.join(", ")));
         let attempts = assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
         assert_eq!(attempts, 1 + points.len() as u64, "one crash at each of {points:?}");
         for point in points {
@@ -71,7 +71,7 @@ async fn training_continues_if_the_disk_is_full_at_any_point_of_a_checkpoint() {
     let server = start(None, environment).await;
     let id = server.submit(&frequent).await;
     let row =
-        FaultRow::begin(&format!("disk full at each of {} points of writing a checkpoint", points.len()));
+        ReportRow::begin(&format!("disk full at each of {} points of writing a checkpoint", points.len()));
     let attempts = assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
     assert_eq!(attempts, 1, "training continued");
     let logged = server.cli(&["logs", &id, "--rank", "0"]);
@@ -100,7 +100,7 @@ async fn a_checkpoint_being_written_survives_the_death_of_another_rank() {
     server.until("the second checkpoint is being written", async |_: &Server| mark.exists()).await;
     wait_for_step(&server, &id, 2 * CHECKPOINT_STEPS + 10).await;
     let (_, rank) = server.ranks(&id).remove(1);
-    let mut row = FaultRow::begin("kill -9 of the last rank while rank 0 writes a checkpoint");
+    let mut row = ReportRow::begin("kill -9 of the last rank while rank 0 writes a checkpoint");
     signal(rank.pid, Signal::KILL);
     server
         .until("the rank has ended", async |s: &Server| s.ranks(&id).iter().all(|(rank, _)| *rank != 1))
@@ -126,7 +126,7 @@ async fn the_last_checkpoint_waits_for_disk_space() {
     let server = start(None, environment).await;
     let only_last = json!({"checkpoint": {"every_steps": null, "every_epochs": 0}});
     let id = server.submit(&specs::with(spec("last", 40), only_last)).await;
-    let row = FaultRow::begin("disk full at the last checkpoint, then space again");
+    let row = ReportRow::begin("disk full at the last checkpoint, then space again");
     server.wait_for_success(&id).await;
     assert_eq!(number(&server.checkpoints(&id).await[0]["step"]), 40);
     row.passed("written once there was space");
@@ -145,7 +145,7 @@ async fn assert_kills_of_the_server_lose_nothing(database: fn() -> Option<String
     let id = server.submit(&spec("disturbed", steps)).await;
     let mut rows = Vec::new();
     for (index, point) in INGEST_POINTS.iter().enumerate() {
-        let mut row = FaultRow::begin(&format!("server killed at {point} ({kind})"));
+        let mut row = ReportRow::begin(&format!("server killed at {point} ({kind})"));
         assert!(server.serve_ends_within(Duration::from_secs(30)).await, "{point} was not reached");
         let next = INGEST_POINTS.get(index + 1);
         server.environment = next.map_or_else(|| variables([SLOW_STEPS]), |next| dies_at(next));
@@ -171,7 +171,7 @@ async fn assert_kills_of_the_server_lose_nothing(database: fn() -> Option<String
             let request = server.http.post(server.api("/jobs")).header("idempotency-key", key);
             request.json(&spec("disturbed", CHECKPOINT_STEPS)).send().await?.json().await
         };
-        let row = FaultRow::begin(&format!("server killed at {point} ({kind})"));
+        let row = ReportRow::begin(&format!("server killed at {point} ({kind})"));
         let first = send(&server).await;
         assert!(server.serve_ends_within(Duration::from_secs(30)).await, "{point} was not reached");
         let next = JOB_POINTS.get(index + 1);
@@ -218,7 +218,7 @@ async fn reports_wait_while_the_database_s_disk_is_full() {
     let environment = with_slow_steps(vec![("LOCKSTEP_FAULT".into(), all.join(","))]);
     let server = start(None, environment).await;
     let id = server.submit(&spec("disturbed", STEPS)).await;
-    let row = FaultRow::begin(&format!("the database's disk is full at each of {points:?}"));
+    let row = ReportRow::begin(&format!("the database's disk is full at each of {points:?}"));
     let attempts = assert_undisturbed_result(&server, &id, STEPS, &model, &[]).await;
     assert_eq!(attempts, 1);
     for (point, nth) in passes {
@@ -237,7 +237,7 @@ async fn a_claim_committed_but_reported_as_failed_starts_its_job_once() {
     let environment = faults(marks.path(), &points, "error", 1);
     let server = start(None, environment).await;
     let id = server.submit(&spec("disturbed", CHECKPOINT_STEPS)).await;
-    let row = FaultRow::begin(&format!("a claim fails at each of {points:?}"));
+    let row = ReportRow::begin(&format!("a claim fails at each of {points:?}"));
     let attempts = assert_undisturbed_result(&server, &id, CHECKPOINT_STEPS, &model, &[]).await;
     for point in points {
         assert!(marks.path().join(point).exists(), "{point} was reached");

@@ -2,7 +2,7 @@
 
 use crate::{
     judge::{
-        FaultRow, SLOW_STEPS, STEPS, assert_undisturbed_result, log_bytes, spec, start, submit_and_train,
+        ReportRow, SLOW_STEPS, STEPS, assert_undisturbed_result, log_bytes, spec, start, submit_and_train,
         undisturbed_weights, variables, wait_for_step,
     },
     postgres::Cluster,
@@ -21,7 +21,7 @@ async fn slow_ranks_train_on_while_postgres_is_away_for_15_s() {
     let server = start(Some(url), variables([SLOW_STEPS])).await;
     let model = undisturbed_weights(steps).await;
     let id = submit_and_train(&server, steps).await;
-    let mut row = FaultRow::begin(&format!("Postgres away for {secs} s"));
+    let mut row = ReportRow::begin(&format!("Postgres away for {secs} s"));
     cluster.stop();
     let before = log_bytes(&server, &id);
     let began = Instant::now();
@@ -50,7 +50,7 @@ async fn ranks_train_on_while_another_process_locks_sqlite() {
     let id = submit_and_train(&server, STEPS).await;
     let file = server.data_dir().join("lockstep.db");
     let mut other = SqliteConnectOptions::new().filename(file).connect().await.expect("the database");
-    let mut row = FaultRow::begin("SQLite busy for longer than a request waits");
+    let mut row = ReportRow::begin("SQLite busy for longer than a request waits");
     sqlx::query("BEGIN IMMEDIATE").execute(&mut other).await.expect("the write lock");
     let before = log_bytes(&server, &id);
     let refused = server.post("/jobs", &spec("meanwhile", 5)).await;
@@ -75,7 +75,7 @@ async fn ranks_train_on_while_another_process_locks_sqlite() {
 async fn kill_50_times(name: &str, mut server: Server, mut kill: impl AsyncFnMut(&mut Server)) {
     let steps = 2 * STEPS;
     let model = undisturbed_weights(steps).await;
-    let mut row = FaultRow::begin(&format!("{name} under load, 50 times"));
+    let mut row = ReportRow::begin(&format!("{name} under load, 50 times"));
     let mut killed = 0;
     let mut longest_outage = Duration::ZERO;
     let mut jobs = 0;

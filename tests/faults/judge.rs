@@ -248,7 +248,7 @@ pub(crate) async fn assert_undisturbed_result(
 }
 
 /// A row of the fault matrix: a fault and the result of its test.
-pub(crate) struct FaultRow {
+pub(crate) struct ReportRow {
     fault: String,
     began: Instant,
     /// Time from the fault until the server noticed it.
@@ -257,7 +257,7 @@ pub(crate) struct FaultRow {
     recovered: Option<Duration>,
 }
 
-impl FaultRow {
+impl ReportRow {
     /// Records the time of the fault.
     pub(crate) fn begin(fault: &str) -> Self {
         Self { fault: fault.into(), began: Instant::now(), noticed: None, recovered: None }

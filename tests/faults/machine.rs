@@ -9,7 +9,7 @@
 
 use crate::{
     judge::{
-        CHECKPOINT_STEPS, FaultRow, SLOW_STEPS, STEPS, assert_undisturbed_result, register_pictures, spec,
+        CHECKPOINT_STEPS, ReportRow, SLOW_STEPS, STEPS, assert_undisturbed_result, register_pictures, spec,
         start, submit_and_train, undisturbed_weights, variables, wait_for_step,
     },
     server::{Agents, Process, Server, faketime, number, training_permit},
@@ -54,7 +54,7 @@ async fn a_rank_without_enough_memory_fails_with_that_reason() {
     let limit = ["prlimit", "--as=3221225472"];
     let server =
         register_pictures(Server::start_wrapped(LOCAL, None, Vec::new(), &limit, |_| {}).await).await;
-    let row = FaultRow::begin("no more memory for a rank (RLIMIT_AS)");
+    let row = ReportRow::begin("no more memory for a rank (RLIMIT_AS)");
     let id = server.submit(&large()).await;
     assert_failed_for_memory(&server, &id).await;
     // The next job has enough memory.
@@ -103,7 +103,7 @@ async fn root_a_rank_killed_for_memory_fails_its_job() {
     group.set("memory.limit_in_bytes", 1u64 << 30);
     // The agent's ranks inherit the group.
     group.add(server.processes().iter().find(|p| p.command() == "agent").expect("the agent"));
-    let row = FaultRow::begin("the kernel's OOM killer ends a rank (memory cgroup of 1 GiB)");
+    let row = ReportRow::begin("the kernel's OOM killer ends a rank (memory cgroup of 1 GiB)");
     let id = server.submit(&large()).await;
     assert_failed_for_memory(&server, &id).await;
     row.passed("killed: out of memory; not restarted");
@@ -134,7 +134,7 @@ async fn slow_a_rank_that_cannot_be_killed_is_named() {
     let id = server.submit(&spec("immortal", 100_000)).await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS).await;
     let (_, rank) = server.ranks(&id).remove(0);
-    let mut row = FaultRow::begin("a rank survives every SIGKILL");
+    let mut row = ReportRow::begin("a rank survives every SIGKILL");
     cancel_unkillable(&server, &id, &rank).await;
     row.recovered_now();
     row.passed("cancelled; process, state and machine named on the page");
@@ -154,7 +154,7 @@ async fn root_a_rank_frozen_by_the_kernel_is_named() {
     wait_for_step(&server, &id, CHECKPOINT_STEPS).await;
     let (_, rank) = server.ranks(&id).remove(0);
     group.add(&rank);
-    let mut row = FaultRow::begin("a rank in state D (a frozen control group)");
+    let mut row = ReportRow::begin("a rank in state D (a frozen control group)");
     group.set("freezer.state", "FROZEN");
     let reason = cancel_unkillable(&server, &id, &rank).await;
     group.set("freezer.state", "THAWED");
@@ -187,7 +187,7 @@ async fn an_attempt_survives_a_clock_set_forward_and_back() {
     let clock_variables = clock_variables.map(|(name, value)| (name.into(), value.display().to_string()));
     let environment = [variables([SLOW_STEPS]), clock_variables.into()].concat();
     let server = start(None, environment).await;
-    let mut row = FaultRow::begin("the clock is set an hour forward, then two hours back");
+    let mut row = ReportRow::begin("the clock is set an hour forward, then two hours back");
     let id = server.submit(&spec("disturbed", steps)).await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS).await;
     set("+3600");
@@ -268,7 +268,7 @@ async fn root_training_continues_after_a_full_disk() {
     let server = register_pictures(Server::start_wrapped(LOCAL, None, Vec::new(), &[], prepare).await).await;
     let disk = disk.expect("a disk");
     let id = submit_and_train(&server, steps).await;
-    let mut row = FaultRow::begin("the disk of database, logs and checkpoints is full for 5 s");
+    let mut row = ReportRow::begin("the disk of database, logs and checkpoints is full for 5 s");
     let filler = disk.fill();
     // The server still responds.
     let refused = server.post("/jobs", &spec("meanwhile", 5)).await;

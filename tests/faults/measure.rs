@@ -2,7 +2,7 @@
 //! default settings, the bundled pictures, several runs.
 
 use crate::{
-    judge::FaultRow,
+    judge::ReportRow,
     pictures,
     server::{Agents, Server, number, signal, training_permit},
     socket::stored,
@@ -68,7 +68,7 @@ async fn measure_from_a_kill_to_training_again() {
     let server = Server::start_on(Agents::Local { cpu_slots: 2 }, None, Vec::new()).await;
     server.register("fashion", &pictures::bundled_folder()).await;
     for (what, killed_ranks) in [("rank 0", &[0][..]), ("the last rank", &[1]), ("all ranks", &[0, 1])] {
-        let row = FaultRow::begin(&format!("kill -9 of {what}, default settings, n = {KILLS}"));
+        let row = ReportRow::begin(&format!("kill -9 of {what}, default settings, n = {KILLS}"));
         let mut times = Vec::new();
         for _ in 0..KILLS {
             times.push(measure_recovery(&server, killed_ranks).await);
@@ -138,7 +138,7 @@ async fn measure_the_cost_of_checkpoints() {
         (without_checkpoints[ROUNDS / 2], with_checkpoints[ROUNDS / 2]);
     let checkpoints_written = ((STEPS - 1) / CHECKPOINT_STEPS) as f64;
     let row =
-        FaultRow::begin(&format!("a checkpoint of ResNet-18 every {CHECKPOINT_STEPS} steps, n = {ROUNDS}"));
+        ReportRow::begin(&format!("a checkpoint of ResNet-18 every {CHECKPOINT_STEPS} steps, n = {ROUNDS}"));
     row.passed(&format!(
         "medians: a step {:.1} ms without and {:.1} ms with ({:+.1} %); {:.1} ms a checkpoint",
         without_checkpoints / (STEPS - 1) as f64,

@@ -2,7 +2,7 @@
 
 use crate::{
     judge::{
-        FaultRow, SHORT_LEASE, SLOW_STEPS, STEPS, assert_undisturbed_result, register_pictures,
+        ReportRow, SHORT_LEASE, SLOW_STEPS, STEPS, assert_undisturbed_result, register_pictures,
         submit_and_train, undisturbed_weights, variables,
     },
     server::{Agents, Server, free_port, training_permit},
@@ -76,7 +76,7 @@ impl Tunnel {
 
 #[tokio::test]
 #[ignore = "slow: leases run out"]
-async fn slow_a_short_cut_keeps_the_attempt_and_a_long_cut_fences_it() {
+async fn slow_an_attempt_survives_a_brief_disconnection_and_is_fenced_after_a_long_one() {
     let _permit = training_permit().await;
     let steps = 4 * STEPS;
     let model = undisturbed_weights(steps).await;
@@ -89,7 +89,7 @@ async fn slow_a_short_cut_keeps_the_attempt_and_a_long_cut_fences_it() {
 
     // No bytes pass, for less than the lease.
     let id = submit_and_train(&server, steps).await;
-    let mut row = FaultRow::begin("the network between agent and server is cut for 3 s");
+    let mut row = ReportRow::begin("the network between agent and server is cut for 3 s");
     tunnel.is_flowing.send_replace(false);
     tokio::time::sleep(Duration::from_secs(3)).await;
     tunnel.is_flowing.send_replace(true);
@@ -100,7 +100,7 @@ async fn slow_a_short_cut_keeps_the_attempt_and_a_long_cut_fences_it() {
 
     // The tunnel is closed: the agent's connections are refused while the server runs.
     let id = submit_and_train(&server, steps).await;
-    let mut row = FaultRow::begin("the SSH tunnel between agent and server is closed for 16 s");
+    let mut row = ReportRow::begin("the SSH tunnel between agent and server is closed for 16 s");
     tunnel.close().await;
     let began = Instant::now();
     let have_ended = async |s: &Server| s.ranks(&id).is_empty();
@@ -132,7 +132,7 @@ async fn slow_ranks_write_a_checkpoint_and_end_when_the_spool_is_full() {
     server.until("the agent is online", async |s: &Server| s.slots().await > 0).await;
     let mut server = register_pictures(server).await;
     let id = submit_and_train(&server, steps).await;
-    let mut row = FaultRow::begin("the server is down until the agent's spool (--spool-mib 0.05) is full");
+    let mut row = ReportRow::begin("the server is down until the agent's spool (--spool-mib 0.05) is full");
     server.kill_serve();
     let have_ended = async |s: &Server| s.ranks(&id).is_empty();
     server.until("the ranks write a checkpoint and end", have_ended).await;

@@ -2,7 +2,7 @@
 
 use crate::{
     judge::{
-        CHECKPOINT_STEPS, FaultRow, SHORT_LEASE, SLOW_STEPS, STEPS, assert_undisturbed_result, crash,
+        CHECKPOINT_STEPS, ReportRow, SHORT_LEASE, SLOW_STEPS, STEPS, assert_undisturbed_result, crash,
         log_bytes, register_pictures, spec, start, submit_and_train, undisturbed_weights, variables,
         wait_for_step,
     },
@@ -45,7 +45,7 @@ async fn killed_and_crashed_ranks_restart_with_the_same_weights() {
         for (attempt, (fault, hit_ranks, fault_signal)) in (1..).zip(faults) {
             wait_for_step(&server, &id, fault_step).await;
             let ranks = server.ranks(&id);
-            let mut row = FaultRow::begin(fault);
+            let mut row = ReportRow::begin(fault);
             for (_, process) in ranks.iter().filter(|(rank, _)| hit_ranks.contains(rank)) {
                 if fault_signal == Signal::SEGV {
                     crash(process.pid).await;
@@ -87,7 +87,7 @@ async fn a_rank_that_hangs_is_restarted() {
         .await;
     wait_for_step(&server, &id, CHECKPOINT_STEPS + 10).await;
     let (_, rank) = server.ranks(&id).remove(1);
-    let mut row = FaultRow::begin("SIGSTOP of a rank (stall_timeout_secs = 10)");
+    let mut row = ReportRow::begin("SIGSTOP of a rank (stall_timeout_secs = 10)");
     signal(rank.pid, Signal::STOP);
     // While the job hangs, other tests may train.
     drop(permit);
@@ -110,7 +110,7 @@ async fn an_agent_restarted_within_its_lease_keeps_the_attempt() {
     let model = undisturbed_weights(STEPS).await;
     let id = submit_and_train(&server, STEPS).await;
     let agent = server.processes().into_iter().find(|p| p.command() == "agent").expect("the agent");
-    let mut row = FaultRow::begin("kill -9 of the agent, which returns within the lease");
+    let mut row = ReportRow::begin("kill -9 of the agent, which returns within the lease");
     signal(agent.pid, Signal::KILL);
     let back = async |s: &Server| s.processes().iter().any(|p| p.command() == "agent" && p.pid != agent.pid);
     server.until("the agent is started again", back).await;
@@ -135,7 +135,7 @@ async fn a_stopped_server_keeps_a_checkpoint_and_continues_from_it() {
         (2, 3 * CHECKPOINT_STEPS + 10, "SIGTERM of serve", Signal::TERM),
     ] {
         wait_for_step(&server, &id, fault_step).await;
-        let mut row = FaultRow::begin(fault);
+        let mut row = ReportRow::begin(fault);
         assert_eq!(server.stop_serve(fault_signal).await.code(), Some(0));
         assert!(server.processes().is_empty(), "no process is left: {:?}", server.processes());
         // The checkpoint is of the step at which training stopped.
@@ -190,7 +190,7 @@ async fn a_damaged_newest_checkpoint_is_replaced_by_the_previous_one() {
         let mut bytes = fs::read(&file).expect("the newest checkpoint");
         damage(&mut bytes);
         fs::remove_file(&file).and_then(|()| fs::write(&file, bytes)).expect("damage");
-        damaged.push((FaultRow::begin(fault), newest, previous));
+        damaged.push((ReportRow::begin(fault), newest, previous));
         server.cli(&["resume", &id]).ok();
         // The next damage waits for a checkpoint after the damaged one.
         fault_step = newest + CHECKPOINT_STEPS;
@@ -218,7 +218,7 @@ async fn a_removed_or_changed_dataset_fails_the_job_with_a_reason() {
     server.cli(&["pause", &id]).ok();
     let path = server.get("/datasets/fashion").await["path"].as_str().expect("a path").to_owned();
     let aside = format!("{path}.aside");
-    let row = FaultRow::begin("the dataset vanished");
+    let row = ReportRow::begin("the dataset vanished");
     fs::rename(&path, &aside).expect("moved away");
     server.cli(&["resume", &id]).ok();
     let job = server.wait_for_end(&id).await;
@@ -229,7 +229,7 @@ async fn a_removed_or_changed_dataset_fails_the_job_with_a_reason() {
     );
     row.passed("failed, not restarted; retried when it was back");
 
-    let row = FaultRow::begin("the dataset changed");
+    let row = ReportRow::begin("the dataset changed");
     fs::create_dir(&path).expect("another folder");
     for entry in fs::read_dir(&aside).expect("files").flatten() {
         let mut bytes = fs::read(entry.path()).expect("a file");
@@ -266,7 +266,7 @@ async fn slow_an_agent_that_returns_after_its_lease_is_fenced() {
     let id = submit_and_train(&server, steps).await;
     let ranks = server.ranks(&id);
     assert_eq!(ranks.len(), 2);
-    let mut row = FaultRow::begin("kill -9 of an agent that comes back after the lease");
+    let mut row = ReportRow::begin("kill -9 of an agent that comes back after the lease");
     server.kill_agent();
     let before = number(&server.job(&id).await["step"]);
     server.until("the attempt has ended", async |s: &Server| s.job(&id).await["state"] != "running").await;
@@ -284,7 +284,7 @@ async fn slow_an_agent_that_returns_after_its_lease_is_fenced() {
     ] {
         let id = submit_and_train(&server, steps).await;
         let agent = server.agent_pid().expect("the agent");
-        let mut row = FaultRow::begin(fault);
+        let mut row = ReportRow::begin(fault);
         signal(agent, Signal::STOP);
         tokio::time::sleep(Duration::from_secs(secs)).await;
         signal(agent, Signal::CONT);
@@ -310,7 +310,7 @@ async fn slow_ranks_train_on_while_the_server_is_down_for_20_s() {
     let model = undisturbed_weights(steps).await;
     let mut server = server().await;
     let id = submit_and_train(&server, steps).await;
-    let mut row = FaultRow::begin(&format!("kill -9 of the server, down for {} s", outage.as_secs()));
+    let mut row = ReportRow::begin(&format!("kill -9 of the server, down for {} s", outage.as_secs()));
     server.kill_serve();
     let began = Instant::now();
     // Seconds in which the log has grown.

@@ -1,7 +1,7 @@
 //! Many jobs and a random fault every few seconds.
 
 use crate::{
-    judge::{FaultRow, assert_undisturbed_result, crash, register_pictures, spec, trained_weights},
+    judge::{ReportRow, assert_undisturbed_result, crash, register_pictures, spec, trained_weights},
     server::{Agents, Server, number, signal, state_of, training_permit},
     socket::stored,
     specs,
@@ -42,8 +42,10 @@ async fn soak_200_jobs_with_a_random_fault_every_few_seconds() {
     let duration = Duration::from_secs(secs);
     let jobs = JOBS * secs as usize / SECS as usize;
     let mut server = register_pictures(Server::start_with(Agents::Local { cpu_slots: 4 }).await).await;
-    let mut row =
-        FaultRow::begin(&format!("soak: {jobs} jobs and more, a random fault every 2 to 5 s for {} s", secs));
+    let mut row = ReportRow::begin(&format!(
+        "soak: {jobs} jobs and more, a random fault every 2 to 5 s for {} s",
+        secs
+    ));
     let soak_spec = |name: &str| {
         specs::with(
             spec(name, STEPS),

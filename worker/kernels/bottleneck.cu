@@ -98,7 +98,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
         }
         cp_async_wait_group<1>();
         {
-            Slopes f;
+            InputGradient f;
             load_channels(expanded_coefficients, lane, f.scale);
             load_channels(expanded_coefficients + EXPANDED, lane, f.slope);
             load_channels(expanded_coefficients + 2 * EXPANDED, lane, f.offset);

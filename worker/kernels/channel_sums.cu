@@ -62,7 +62,7 @@ __device__ __forceinline__ float block_sums(float (&v)[16], float* scratch) {
 // Which of the block's totals this thread computes. Threads 0 to 8 * bx - 1 have the first sum of the block's channels, the
 // next 8 * bx threads the second sum.
 struct ChannelSum {
-    u32 which;    // 0: first sum, 1: second sum, above: none
+    u32 sum_index; // 0: first sum, 1: second sum, above: none
     u32 channel;
     bool active;
     u32 index;    // in [2, C]
@@ -71,11 +71,11 @@ struct ChannelSum {
 __device__ __forceinline__ ChannelSum channel_sum_of_thread(u32 channels) {
     u32 bx = blockDim.x, u = thread_in_block(), local = u % (8 * bx);
     ChannelSum v;
-    v.which = u / (8 * bx);
+    v.sum_index = u / (8 * bx);
     v.channel = blockIdx.y * 8 * bx + local;
-    v.active = v.which < 2 && v.channel < channels;
-    v.index = v.which * channels + v.channel;
-    v.source = (v.which * 8 + local % 8) * bx + local / 8;
+    v.active = v.sum_index < 2 && v.channel < channels;
+    v.index = v.sum_index * channels + v.channel;
+    v.source = (v.sum_index * 8 + local % 8) * bx + local / 8;
     return v;
 }
 
@@ -89,7 +89,7 @@ __device__ __forceinline__ bool column_sums(float sum, const ChannelSum& owned, 
         __syncthreads();
         if (t < values) scratch[t] = sum;
         __syncthreads();
-        total = owned.which < 2 ? scratch[owned.source] : 0.0f;
+        total = owned.sum_index < 2 ? scratch[owned.source] : 0.0f;
         __syncthreads();
         return true;
     }
@@ -122,7 +122,7 @@ __device__ __forceinline__ bool column_sums(float sum, const ChannelSum& owned, 
         for (int i = 0; i < 4; i++) part_sums[part * values + quad * 4 + i] = s[i];
     __syncthreads();
     total = 0;
-    if (owned.which < 2)
+    if (owned.sum_index < 2)
         for (u32 w = 0; w < parts; w++) total += part_sums[w * values + owned.source];
     __syncthreads();
     return true;
@@ -140,12 +140,12 @@ __device__ __forceinline__ double cluster_sums(float sum, const ChannelSum& owne
         cluster_arrive();
         cluster_wait();
         double total = 0;
-        if (owned.which < 2)
+        if (owned.sum_index < 2)
             for (u32 r = 0; r < size; r++) total += cluster_scratch[r * values + owned.source];
         return total;
     }
     cluster_wait();
     if (t < values) result[t] = sum;
     __syncthreads();
-    return owned.which < 2 ? result[owned.source] : 0.0f;
+    return owned.sum_index < 2 ? result[owned.source] : 0.0f;
 }

@@ -1,4 +1,4 @@
-// Batch normalisation backward, through the ReLU and into the shortcut.
+// Batch normalisation backward, including the ReLU before it (in this direction). dz, the gradient of the shortcut, is g.
 //
 // Per channel, with g the gradient of the ReLU's input (the masked gradient of y):
 //   dbeta = sum g,  dgamma = inv_std sum g (x - mean),
@@ -73,8 +73,8 @@ struct Backward {
 __device__ __forceinline__ void parameter_gradients(const Backward& b, double total, const ChannelSum& owned) {
     if (!owned.active) return;
     u32 c = owned.channel;
-    float g = owned.which ? (float)(total * b.inv_std[c]) : (float)total;
-    float* to = owned.which ? b.dgamma : b.dbeta;
+    float g = owned.sum_index ? (float)(total * b.inv_std[c]) : (float)total;
+    float* to = owned.sum_index ? b.dgamma : b.dbeta;
     if (to) to[c] = b.accumulate ? to[c] + g : g;
 }
 
@@ -84,9 +84,9 @@ __device__ __forceinline__ void finish_backward_in_block(const Backward& b, doub
                                                          double count, bool write, double* block_totals,
                                                          float* coefficients) {
     u32 t = thread_in_block(), half = 8 * blockDim.x;
-    if (owned.which < 2) block_totals[t] = total;
+    if (owned.sum_index < 2) block_totals[t] = total;
     __syncthreads();
-    if (owned.which == 0 && owned.active) {
+    if (owned.sum_index == 0 && owned.active) {
         u32 c = owned.channel;
         double inv_count = count > 0 ? 1.0 / count : 0.0, scale = b.scale[c], inv_std = b.inv_std[c];
         double slope = -scale * inv_std * inv_std * block_totals[t + half] * inv_count;
@@ -181,7 +181,7 @@ SUMS(norm_backward_sums_bits, BITS, DIRECT)
 SUMS(norm_backward_sums_bits_added, BITS, ADDED)
 SUMS(norm_backward_sums_bits_pooled, BITS, POOLED)
 
-// The second half of norm_backward_sums_*, for sums that an all-reduce has computed.
+// The second half of norm_backward_sums_*, in a kernel of its own: `totals` are the sums of norm_backward_sums_*, or of an all-reduce.
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_backward_finish(const float* totals, const Control* control, u32 pixels, u32 rows, u32 channels,
                          BACKWARD_PARAMETERS, REDUCTION_PARAMETERS) {
@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 }
 
 // dx of eight values from x (v) and g.
-struct Slopes {
+struct InputGradient {
     float scale[8], slope[8], offset[8];
 
     __device__ __forceinline__ Raw operator()(const float (&v)[8], const float (&g)[8]) const {
@@ -214,7 +214,7 @@ __device__ __forceinline__ void backward_apply(const T* x, const Incoming& in, c
                                                u32 channels) {
     GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     if (!w.active) return;
-    Slopes f;
+    InputGradient f;
     float bias[8], pool_scale = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
     load_channels(scale, w.group, f.scale);
     load_channels(slope, w.group, f.slope);
@@ -270,7 +270,7 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
     u32 valid = valid_rows(control, pixels, rows);
     constexpr int U = IN_FLIGHT;
     float s[16] = {}, mean[8], bias[8], pool_scale = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
-    Slopes f;
+    InputGradient f;
     Raw x_kept[U], g_kept[U]; // the first rows
     u32 end = w.active ? (dz ? rows : valid) : 0;
     if (w.active) {

@@ -43,9 +43,9 @@ __device__ __forceinline__ void finish_forward(const Norm& n, u32 c, double sum,
 __device__ __forceinline__ void finish_forward_in_block(const Norm& n, double total, const ChannelSum& owned, double count,
                                                         bool write, double* block_totals, float* coefficients) {
     u32 t = thread_in_block(), half = 8 * blockDim.x;
-    if (owned.which < 2) block_totals[t] = total;
+    if (owned.sum_index < 2) block_totals[t] = total;
     __syncthreads();
-    if (owned.which == 0 && owned.active) {
+    if (owned.sum_index == 0 && owned.active) {
         float scale, bias;
         finish_forward(n, owned.channel, block_totals[t], block_totals[t + half], count, write, scale, bias);
         if (coefficients) {
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     ChannelSum owned = channel_sum_of_thread(channels);
     Reduction reduction = REDUCTION;
     u32 exchange = next_exchange(reduction, owned.active, owned.index);
-    double total = owned.active ? (owned.which ? square : sum)[owned.channel] : 0.0f;
+    double total = owned.active ? (owned.sum_index ? square : sum)[owned.channel] : 0.0f;
     if (!reduce_over_ranks(total, reduction, channels, owned.active, owned.index, exchange, true)) return;
     finish_forward_in_block(NORM, total, owned, rows_in_statistics(control, pixels, rows), true, block_totals, nullptr);
 }

@@ -264,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     Pool p = POOL;
     GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     if (!w.active) return;
-    Slopes f;
+    InputGradient f;
     float bias_[8];
     load_channels(scale, w.group, f.scale);
     load_channels(slope, w.group, f.slope);

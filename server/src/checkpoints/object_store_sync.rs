@@ -297,7 +297,7 @@ async fn send_files(
     object_store.storage.delete(prefix, Some(&manifest)).await?;
     // If the store's disk was unmounted during the upload, the files were written into the mount point's folder.
     object_store.confirm(&*checkpoints.store).await?;
-    // The server's copy was read, and is therefore not damaged: removes its damage mark.
+    // If the server's copy is damaged, it is now replaced from the store: removes its damage mark.
     checkpoints.store.forget_copy(Copies::SERVER, &record.id).await?;
     record.manifest = Some(sha256(manifest_bytes));
     write_record(checkpoints, object_store, &record).await

@@ -163,7 +163,7 @@ async fn the_next_server_completes_the_object_store() {
 }
 
 #[tokio::test]
-async fn a_checkpoint_damaged_on_disk_is_not_pending_and_is_logged() {
+async fn a_checkpoint_damaged_on_disk_is_not_uploaded_and_is_logged() {
     let (server, store) = TestServer::with_object_store().await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let id = server.submit(|_| {}).await.id.to_string();
@@ -174,7 +174,7 @@ async fn a_checkpoint_damaged_on_disk_is_not_pending_and_is_logged() {
     }
     let events = vec![running(100, 0), checkpoint(10), checkpoint(20)];
     agent.report(&start.attempt, Source::Rank(0), 0, events).await;
-    wait_until("neither checkpoint is pending", async || {
+    wait_until("neither checkpoint waits for its upload", async || {
         stored_states(&server, &id).await == [Value::Null, Value::Null]
     })
     .await;
@@ -196,7 +196,7 @@ async fn a_checkpoint_damaged_on_disk_is_not_pending_and_is_logged() {
     let dir = server.stop().await;
     let url = store.path().to_str().unwrap().to_owned();
     let server = TestServer::open(dir, |config| config.artifacts = Some(url)).await;
-    wait_until("the damaged checkpoint is not pending", async || {
+    wait_until("the damaged checkpoint does not wait for its upload", async || {
         stored_states(&server, &id).await == expected
     })
     .await;
@@ -337,14 +337,14 @@ async fn a_store_of_another_server_is_adopted_only_on_request() {
     let dir = TestServer::with(|config| config.artifacts = Some(url.clone())).await.stop().await;
     let marker = || fs::read_to_string(store.path().join("LOCKSTEP.json")).unwrap();
     let before = marker();
-    let start = |dir: &tempfile::TempDir| {
+    let start_error_in = |dir: &tempfile::TempDir| {
         let mut config = config(dir);
         config.database = database_of(dir);
         config.artifacts = Some(url.clone());
         start_error(config)
     };
     let other_dir = tempfile::tempdir().unwrap();
-    let error = start(&other_dir).await.to_string();
+    let error = start_error_in(&other_dir).await.to_string();
     assert!(error.contains("belongs to another server") && error.contains("--artifacts-adopt"), "{error}");
     assert_eq!(marker(), before, "a refused start changes nothing");
     let adopt = |config: &mut ServeConfig| {
@@ -353,7 +353,7 @@ async fn a_store_of_another_server_is_adopted_only_on_request() {
     };
     let other_dir = TestServer::open(other_dir, adopt).await.stop().await;
     TestServer::open(other_dir, |config| config.artifacts = Some(url.clone())).await.stop().await;
-    let error = start(&dir).await.to_string();
+    let error = start_error_in(&dir).await.to_string();
     assert!(error.contains("is not the store that has this database's checkpoints"), "{error}");
     assert!(error.contains("--artifacts-adopt"), "{error}");
     let after = marker();

@@ -38,7 +38,8 @@ impl Progress {
             bar: TrainingBar::new(job.state.to_string(), job.rank_count_now() as usize),
             state: job.state,
             last_text: String::new(),
-            state_text: state_text(job.state, job.reason.as_deref()),
+            // The reason of a running job may be a failure to store.
+            state_text: state_text(job.state, None),
             ranks: job.ranks,
             attempt: job.attempt,
             last_line_at: None,

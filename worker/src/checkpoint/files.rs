@@ -6,13 +6,14 @@ use super::{
     unverified_state, validate,
 };
 use lockstep_protocol::{checkpoint_files, fault};
-use rayon::prelude::*;
 use std::{
     collections::BTreeMap,
     fs::{self, File},
     io,
+    panic::resume_unwind,
     path::{Path, PathBuf},
     sync::atomic::{AtomicU64, Ordering},
+    thread,
 };
 
 /// The number of checkpoints that this process has begun to write.
@@ -81,11 +82,26 @@ pub fn write_part(
         let written = tensors::write(&path, tensors, batches, metadata);
         (kind, name, path, written)
     };
-    let written: Vec<_> = [model, average, optimizer].into_par_iter().flatten().map(write_file).collect();
+    let written = on_threads([model, average, optimizer].into_iter().flatten(), write_file);
     // Tests count on one fault per checkpoint, so the fault points come after the concurrent writes.
     let check =
         |(kind, name, path, written): (_, _, PathBuf, _)| Ok((name, with_fault_point(kind, &path, written)?));
     written.into_iter().map(check).collect()
+}
+
+/// Runs `work` for each item in a new thread, and returns the results in order. A disk that hangs must not occupy rayon's threads, which
+/// the engine uses.
+pub(super) fn on_threads<T: Send, R: Send>(
+    items: impl Iterator<Item = T>,
+    work: impl Fn(T) -> R + Sync,
+) -> Vec<R> {
+    let work = &work;
+    thread::scope(|scope| {
+        let threads: Vec<_> = items.map(|item| scope.spawn(move || work(item))).collect();
+        let join =
+            |thread: thread::ScopedJoinHandle<'_, R>| thread.join().unwrap_or_else(|e| resume_unwind(e));
+        threads.into_iter().map(join).collect()
+    })
 }
 
 /// Completes the checkpoint whose parts are in `temporary`. `files` lists the files of all ranks. The result and `best` are as in

@@ -1,9 +1,8 @@
 //! The manifest of a checkpoint: sizes and checksums that reveal damage.
 
-use super::{CheckpointError, MANIFEST, STATE, folders::name_of};
+use super::{CheckpointError, MANIFEST, STATE, files::on_threads, folders::name_of};
 pub use lockstep_protocol::checkpoint_files::{Files, Manifest, ManifestFile};
 use lockstep_protocol::{checkpoint_files, limits::STATE_FILE_BYTES};
-use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use std::{
     fs::{self, File},
@@ -24,13 +23,14 @@ pub(super) fn size_of(folder: &Path, manifest: &Manifest) -> u64 {
 /// [`CheckpointError::Io`]: a file cannot be read now, and the checkpoint may be intact.
 pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
     let (name, manifest) = read_manifest(folder)?;
-    manifest.files.par_iter().try_for_each(|(file, expected)| {
+    let check = |(file, expected): (&String, &ManifestFile)| {
         if Path::new(file).file_name() != Some(file.as_ref()) {
             let detail = format!("{MANIFEST} names {file:?}, which is not a plain file name");
             return Err(CheckpointError::Damaged { name: name.clone(), detail });
         }
         check_file(folder, &name, file, expected)
-    })?;
+    };
+    on_threads(manifest.files.iter(), check).into_iter().collect::<Result<(), _>>()?;
     Ok(manifest)
 }
 

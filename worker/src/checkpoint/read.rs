@@ -2,6 +2,7 @@
 
 use super::{
     AVERAGE, CheckpointError, MODEL, OPTIMIZER, STATE, State, at,
+    files::on_threads,
     folders::{folder_name, list, name_of},
     manifest::{check_file, read_manifest, size_of, validate},
     parts::{files_of, read_files},
@@ -27,8 +28,9 @@ pub struct LoadedCheckpoint {
 pub fn load(folder: &Path) -> Result<LoadedCheckpoint, CheckpointError> {
     validate(folder)?;
     let name = name_of(folder);
-    let tensors = |kind| read_tensors(folder, &name, kind);
-    let (parameters, optimizer) = rayon::join(|| tensors(MODEL), || tensors(OPTIMIZER));
+    let tensors = on_threads([MODEL, OPTIMIZER].into_iter(), |kind| read_tensors(folder, &name, kind));
+    let [parameters, optimizer] =
+        tensors.try_into().unwrap_or_else(|_| unreachable!("one result for each kind"));
     Ok(LoadedCheckpoint { state: read_state(folder, &name)?, parameters: parameters?, optimizer: optimizer? })
 }
 

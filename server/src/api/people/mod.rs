@@ -268,11 +268,11 @@ fn is_admin(person: &Person) -> bool {
     person.role == Role::Admin && person.disabled_at.is_none()
 }
 
-/// Refuses that the only admin gives up the role, after which nobody could change the people on the page.
+/// Refuses that a person takes the role from the only admin, after which nobody could change the people on the page.
 fn require_other_admin(auth: &Auth, caller: &Caller, name: &str) -> Result<()> {
     let is_other = |person: &Person| person.name != name && is_admin(person);
-    if caller.person() == Some(name) && !auth.access.people().iter().any(is_other) {
-        return Err(Error::Conflict("you are the only admin; make another person an admin first".into()));
+    if caller.person().is_some() && !auth.access.people().iter().any(is_other) {
+        return Err(Error::Conflict(format!("{name} is the only admin; make another person an admin first")));
     }
     Ok(())
 }

@@ -41,7 +41,8 @@ async fn ranks_with_an_automatic_plan_match_one_rank_and_record_the_plan() {
         // Measurements are cached for each number of ranks.
         assert_eq!(text.contains("measuring operators"), out == "four", "{out}: {text}");
         let difference = max_difference(&bench.model(out, "1-13"), &last);
-        assert!(difference < 1e-4, "{out}: {difference}");
+        // Plans round differently, which training amplifies to at most 1e-3. Twice the learning rate makes a difference of 8e-3.
+        assert!(difference < 2e-3, "{out}: {difference}");
         let (_, networks) = recorded(&bench, out, 0);
         let [first, .., timed] = &networks[..] else { panic!("{networks:?}") };
         let plans = [first, timed].map(|network| network.plan.as_ref().expect("a plan"));

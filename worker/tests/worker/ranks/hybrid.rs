@@ -94,7 +94,7 @@ fn train_with_plan(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -
     let config = EngineConfig { batch_size: per_rank, ..config.clone() };
     let (has_shm, zero_init_residual) = (true, false);
     let (losses, state) = run_plan(has_shm, network, plan, &config, zero_init_residual, |engine, rank| {
-        let batch = |step| part_of(GLOBAL, pictures(step, rank * per_rank, (rank + 1) * per_rank));
+        let batch = |step| part_of(GLOBAL, steady_pictures(step, rank * per_rank, (rank + 1) * per_rank));
         let step = |step| engine.train_step(&[batch(step)], LR).unwrap().loss;
         (0..STEPS).map(step).collect::<Vec<f32>>()
     });

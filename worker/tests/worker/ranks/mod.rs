@@ -85,6 +85,11 @@ fn pictures(step: usize, from: usize, to: usize) -> Batch {
     Batch { images, labels, ..Batch::default() }
 }
 
+/// Pictures that give ResNet-20 no input of a ReLU so near 0 that rounding, which differs between plans, decides whether it passes.
+fn steady_pictures(step: usize, from: usize, to: usize) -> Batch {
+    pictures(50 + step, from, to)
+}
+
 /// `batch` as a part of a global micro-batch of `global_samples` pictures.
 fn part_of(global_samples: usize, batch: Batch) -> Batch {
     Batch { global_samples, ..batch }

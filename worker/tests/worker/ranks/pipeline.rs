@@ -72,13 +72,17 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
             Arc::ptr_eq(known, network) && count == accumulate
         };
         if !references.iter().any(is_same_run) {
-            let (results, state) =
-                train_with_plan(network, &Plan::data(1), Run { accumulate: *accumulate, ..RUN }, pictures);
+            let (results, state) = train_with_plan(
+                network,
+                &Plan::data(1),
+                Run { accumulate: *accumulate, ..RUN },
+                steady_pictures,
+            );
             references.push((*network, *accumulate, results, state));
         }
         let (.., results, state) = references.iter().find(|run| is_same_run(run)).unwrap();
         let (pipelined, pipelined_state) =
-            train_with_plan(network, plan, Run { accumulate: *accumulate, ..RUN }, pictures);
+            train_with_plan(network, plan, Run { accumulate: *accumulate, ..RUN }, steady_pictures);
         let case = format!("{} on {:?}, {accumulate} micro-batches", network.arch, plan.mesh);
         for (step, expected) in results[0].iter().enumerate() {
             let mean = |value: &dyn Fn(&StepResult) -> f32| {

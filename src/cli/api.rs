@@ -35,6 +35,8 @@ use std::{
 
 /// Time after which a command gives up while the server is unreachable.
 pub(super) const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time limit for a connection, including the TLS handshake. A server may share its cores with ranks, and then answers late.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 /// Pauses before a request or a connection is retried.
 pub(super) const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
 /// Number of elements that one request for a list returns.
@@ -132,7 +134,7 @@ impl Api {
         let header = token.as_ref().map(|token| bearer_header(&token.secret)).transpose()?;
         let client = Client::builder()
             .default_headers(header.map(|header| (AUTHORIZATION, header)).into_iter().collect())
-            .connect_timeout(Duration::from_secs(5))
+            .connect_timeout(CONNECT_TIMEOUT)
             .tls_backend_preconfigured((*tls).clone());
         let proxy = proxy_variable(&url);
         // Without `no_proxy`, the client would also send http requests through a proxy, which would see the token.
@@ -359,9 +361,9 @@ impl Api {
         }
     }
 
-    /// Whether the server responds within 5 s.
+    /// Whether the server responds within [`CONNECT_TIMEOUT`].
     pub(crate) async fn is_reachable(&self) -> bool {
-        let request = self.client.get(format!("{}/healthz", self.base)).timeout(Duration::from_secs(5));
+        let request = self.client.get(format!("{}/healthz", self.base)).timeout(CONNECT_TIMEOUT);
         request.send().await.is_ok()
     }
 

@@ -11,7 +11,7 @@ use super::{Stopped, init_tracing, job_file, launch::quote, output, usage_error}
 use anyhow::Context as _;
 use launcher::{LaunchedRank, MachineRanks};
 use local::Outcome;
-use lockstep_comm::rendezvous::free_port;
+use lockstep_comm::rendezvous::{free_port, taken_port};
 use lockstep_engine::registry;
 use lockstep_host::{
     cores,
@@ -158,10 +158,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Maximum number of attempts to start the ranks: another program may take the port before rank 0 listens.
+const MAX_STARTS: u32 = 5;
+
 fn run_all_ranks(mut start: StartAttempt, out: &Path) -> anyhow::Result<Outcome> {
     let attempts = out.join("attempts");
-    start.attempt.attempt = (1..).find(|n| !attempts.join(n.to_string()).exists()).unwrap_or(1);
-    start.master_port = free_port(&start.master_addr)?;
     let mut devices = visible_devices(&start.spec)?;
     let ranks = start.world_size;
     if !devices.is_empty() && devices.len() < ranks as usize {
@@ -178,7 +179,18 @@ fn run_all_ranks(mut start: StartAttempt, out: &Path) -> anyhow::Result<Outcome>
         ));
     }
     devices.truncate(ranks as usize);
-    local::run(&configs(&start, &devices, None, out))
+    let mut starts = 0;
+    loop {
+        starts += 1;
+        start.attempt.attempt = (1..).find(|n| !attempts.join(n.to_string()).exists()).unwrap_or(1);
+        start.master_port = free_port(&start.master_addr)?;
+        let outcome = local::run(&configs(&start, &devices, None, out))?;
+        let taken = taken_port(&start.master_addr, start.master_port);
+        match &outcome {
+            Outcome::Failed { reason, .. } if reason.contains(&taken) && starts < MAX_STARTS => {}
+            _ => return Ok(outcome),
+        }
+    }
 }
 
 /// Runs the ranks that a rank table assigns to this machine.

@@ -64,11 +64,11 @@ describe("jobs", () => {
     const jobs = [await server.submit({ name: "first of two", train: { steps: 100_000 } }), await server.submit({ name: "second of two", train: { steps: 100_000 } })];
     const states = async () => (await Promise.all(jobs.map((j) => server.job(j.id)))).map((j) => j.state).join();
     const shownStates = async () => (await Promise.all(jobs.map((j) => page.locator(`tr[data-id="${j.id}"] [data-f=state]`).textContent()))).join();
-    /** Selects both jobs, presses the button `action`, and waits until the states on the server and on the page match `expected`. */
+    /** Selects both jobs, presses the button `action`, and waits until the states on the server and on the page match `expected` and no job is selected. */
     const applyToBoth = async (action, expected) => {
       for (const job of jobs) await page.locator(`tr[data-id="${job.id}"] [data-f=choose]`).check();
       await bulk.getByRole("button", { name: action, exact: true }).click();
-      await until(`after ${action}: ${expected}`, async () => expected.test(await states()) && expected.test(await shownStates()));
+      await until(`after ${action}: ${expected}`, async () => expected.test(await states()) && expected.test(await shownStates()) && bulk.isHidden());
     };
     await until("one job runs, the other waits", async () => (await shownStates()) === "running,queued");
     await applyToBoth("Pause", /^paused,paused$/);
@@ -101,7 +101,7 @@ describe("jobs", () => {
       await page.locator("#choose-all").setChecked(true);
       await page.locator("#bulk").getByRole("button", { name: "Delete" }).click();
       const yes = page.getByRole("button", { name: "Delete 2 jobs" });
-      if (await yes.waitFor({ timeout: 1500 }).then(() => true, () => false)) return true;
+      if (await yes.waitFor({ timeout: 15_000 }).then(() => true, () => false)) return true;
       await page.keyboard.press("Escape");
       return false;
     });
@@ -307,12 +307,12 @@ describe("the keyboard", () => {
     await until("the search has the focus", () => page.evaluate(() => document.activeElement.id === "search"));
     await page.keyboard.press("Escape");
     await until("the search has lost the focus", () => page.evaluate(() => document.activeElement.id !== "search"));
-    await page.keyboard.press("g");
-    await page.keyboard.press("m");
+    // The second key must follow the first within 1.5 s.
+    const pressTogether = (...keys) => Promise.all(keys.map((key) => page.keyboard.press(key)));
+    await pressTogether("g", "m");
     await page.waitForURL(/\/machines$/);
     await until("the page's scripts have run", () => page.locator("#keys").isVisible());
-    await page.keyboard.press("g");
-    await page.keyboard.press("j");
+    await pressTogether("g", "j");
     await page.waitForURL(/\/jobs$/);
     await page.goto(`${server.url}/jobs/${finished[1].id}`);
     await until("the page's scripts have run", () => page.locator("#keys").isVisible());

@@ -131,6 +131,7 @@ describe("groups", () => {
   test("are drawn as a mean with a chosen band, each in its own colour", async () => {
     const page = await browser.page(server, comparePath());
     await untilDrawn(page);
+    await until("the curves of all jobs are read", () => page.evaluate(() => window.lockstep.chart.snapshot().length === 3));
     const offered = await page.locator("#group-by option").allTextContents();
     for (const key of ["tag", "train.lr", "train.seed"]) assert.ok(offered.includes(key), `${key} in ${offered}`);
     await page.locator("#group-by").selectOption("train.lr");

@@ -31,7 +31,7 @@ export async function submitFiveJobs(server, browser) {
 }
 
 export const jobNames = (page) => page.locator("#rows tr [data-f=name]").evaluateAll((links) => links.map((a) => a.title || a.textContent));
-export const untilListed = (page, expected) => until(`the list is ${expected}`, async () => { const names = await jobNames(page); return names.join() === expected || Promise.reject(new Error(names.join())); }, 20_000);
+export const untilListed = (page, expected) => until(`the list is ${expected}`, async () => { const names = await jobNames(page); return names.join() === expected || Promise.reject(new Error(names.join())); });
 export const queryOf = (page) => new URL(page.url()).searchParams;
 export const columnHead = (page, name) => page.getByRole("columnheader", { name }).getByRole("button");
 /** Deletes a job, after its cancellation if it has not ended. */

@@ -31,7 +31,7 @@ before(async () => {
 after(async () => { await browser?.close(); await server?.close(); });
 
 const groupNames = (page) => page.locator(".group-head .group-name").allTextContents();
-const untilGrouped = (page, expected) => until(`the groups are ${expected}`, async () => { const names = await groupNames(page); return names.join() === expected || Promise.reject(new Error(names.join())); }, 20_000);
+const untilGrouped = (page, expected) => until(`the groups are ${expected}`, async () => { const names = await groupNames(page); return names.join() === expected || Promise.reject(new Error(names.join())); });
 const group = (page, name) => page.locator(".group", { has: page.locator(".group-name", { hasText: name }) });
 const jobNames = (page, name) => group(page, name).locator("tr[data-id] [data-f=name]").allTextContents();
 
@@ -145,11 +145,11 @@ describe("groups of the list", () => {
     const page = await browser.page(server, "/jobs?group_by=project&sort=name&open=%5B%5B%22held%22%5D%5D", { expectedErrors: [/400/] });
     await until("the open group lists its job", async () => (await jobNames(page, "held")).join() === "holder");
     const { id } = await server.ask("/jobs", { ...spec("later", 1, 100), project: "held" });
-    await until("a new job is counted and shown", async () => (await jobNames(page, "held")).join() === "holder,later" && (await group(page, "held").locator(".group-head .c-state").textContent()) === "2 jobs", 20_000);
+    await until("a new job is counted and shown", async () => (await jobNames(page, "held")).join() === "holder,later" && (await group(page, "held").locator(".group-head .c-state").textContent()) === "2 jobs");
     await server.ask(`/jobs/${id}/cancel`, {});
-    await until("the group counts the cancelled job", async () => /1 cancelled/.test(await group(page, "held").locator(".group-head .c-progress").textContent()), 20_000);
+    await until("the group counts the cancelled job", async () => /1 cancelled/.test(await group(page, "held").locator(".group-head .c-progress").textContent()));
     await server.ask(`/jobs/${id}`, undefined, "DELETE");
-    await until("the deleted job is gone", async () => (await jobNames(page, "held")).join() === "holder" && (await group(page, "held").locator(".group-head .c-state").textContent()) === "1 job", 20_000);
+    await until("the deleted job is gone", async () => (await jobNames(page, "held")).join() === "holder" && (await group(page, "held").locator(".group-head .c-state").textContent()) === "1 job");
     await page.goto(`${server.url}/jobs?group_by=train.lrr`);
     await until("the nearest key is suggested", async () => /did you mean "train\.lr"\?/.test(await page.locator("#list-problem").textContent()));
     await page.goto(`${server.url}/jobs?group_by=train.lr&columns=best,model.arch,train.seed,val_loss&project=sweep&sort=name`);

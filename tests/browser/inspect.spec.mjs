@@ -152,10 +152,15 @@ describe("a model", () => {
     await page.goto(`${server.url}/models`);
     assert.match(await page.locator("tr[data-model=clothes]").innerText(), /^clothes\s+champion → 2\s+2\s.* of 187 pictures\s+looked at/);
     await page.getByRole("link", { name: "clothes", exact: true }).click();
+    // A button acts only when the page's script has run.
+    await page.waitForURL(`${server.url}/models/clothes`);
     await version(1).getByRole("button", { name: "Remove version 1" }).click();
     await page.getByRole("button", { name: "Remove it" }).click();
     await until("version 1 is removed", async () => (await version(2).isVisible()) && (await version(1).count()) === 0);
+    await page.waitForLoadState();
     await version(2).getByRole("button", { name: "Remove the alias champion" }).click();
+    await until("the alias is removed", async () => (await version(2).isVisible()) && (await alias(2).count()) === 0);
+    await page.waitForLoadState();
     await version(2).getByRole("button", { name: "Remove version 2" }).click();
     await page.getByRole("button", { name: "Remove it" }).click();
     await page.waitForURL(`${server.url}/models`);

@@ -42,9 +42,9 @@ describe("a job", () => {
     });
     await until("the drawn lines change", async () => { const p = await pixels(page); return p[0] + p[1] !== pixelsBefore[0] + pixelsBefore[1]; });
     await until("the log grows", async () => Number(await page.locator("#log-lines").getAttribute("data-lines")) > linesBefore);
-    assert.equal(await page.locator("#live").textContent(), "live");
-    assert.match(await page.locator("#step").textContent(), /^[\d,]+$/);
-    assert.match(await page.locator("#ranks li").first().textContent(), /rank 0.*\d m?s/s);
+    await untilLive(page);
+    await until("the step is shown", async () => /^[\d,]+$/.test(await page.locator("#step").textContent()));
+    await until("the first lane has the rank's step time", async () => /rank 0.*\d m?s/s.test(await page.locator("#ranks li").first().textContent()));
     await server.ask(`/jobs/${new URL(page.url()).pathname.split("/").pop()}/cancel`, {});
     await until("the job ends", async () => (await state(page)) === "cancelled");
   });

@@ -122,7 +122,7 @@ export async function checkPage(browser, server, path, name, { views = ALL_VIEWS
     // Covered controls and cut texts do not depend on colours.
     if (hasDialog) await assertDialogUsable(page, where);
     // The page cuts texts again when a width or a list changes, so the check is repeated.
-    else if (!checkedWidths.has(width) || process.env.LOCKSTEP_PICTURES) await until(where, () => assertReadable(page, where).then(() => true), 5000);
+    else if (!checkedWidths.has(width) || process.env.LOCKSTEP_PICTURES) await until(where, () => assertReadable(page, where).then(() => true), 20_000);
     checkedWidths.add(width);
     if (AXE_WIDTHS.includes(width)) await assertAccessible(page, where);
     await savePicture(page, `${name}-${width}-${theme}`, !hasDialog);

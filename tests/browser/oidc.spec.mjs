@@ -94,7 +94,7 @@ describe("an OpenID provider", () => {
       await page.goto(`${server.url}/datasets?x=1`);
       await page.click("#provider");
       return page.url().startsWith(issuer);
-    }, 20_000);
+    });
     await signInAtProvider(page, "ada");
     await page.waitForURL(`${server.url}/datasets?x=1`);
     // The provider's cookies are listed too, as cookies ignore ports.

@@ -55,7 +55,7 @@ describe("pages", () => {
     assert.ok(await page.getByLabel("Job started").isChecked());
     await page.goto(`${server.url}/audit`);
     await page.getByRole("link", { name: "webhooks", exact: true }).click();
-    assert.match(await page.locator(".card.table").innerText(), /this machine tried to add webhook refused: 422/);
+    await until("the attempt is described", async () => /this machine tried to add webhook refused: 422/.test(await page.locator(".card.table").innerText()));
   });
 
   test("keep a chosen theme", async () => {
@@ -128,7 +128,11 @@ describe("a chart", () => {
     await page.keyboard.press("ArrowRight");
     await until("the values are announced", async () => /step \d+.*rank 1 \d/.test(await chart.locator("[role=status]").textContent()));
     const zoomWidth = () => page.evaluate(() => { const [from, to] = window.lockstep.view.zoom; return to - from; });
-    for (let times = 0; times < 2; times++) await page.keyboard.press("+");
+    for (let times = 0; times < 2; times++) {
+      await page.keyboard.press("+");
+      // The next key zooms from the range that is drawn.
+      await until("the zoom is drawn", () => page.evaluate(() => { const { view: { zoom }, charts: { loss: { x } } } = window.lockstep; return x.low === zoom[0] && x.high === zoom[1]; }));
+    }
     const zoomedIn = await zoomWidth();
     await page.keyboard.press("-");
     assert.ok((await zoomWidth()) > zoomedIn);

@@ -60,7 +60,7 @@ describe("the queue", () => {
     await row(page, LONG).getByRole("button", { name: /^Cancel large/ }).evaluate((button) => button.click());
     await page.getByRole("button", { name: "Cancel the job" }).click();
     await until("the cancelled job is gone", async () => (await names(page)).join() === "small");
-    assert.equal(await page.evaluate(() => document.activeElement.marked), true);
+    await until("the focus returns to the same element", () => page.evaluate(() => document.activeElement.marked === true));
     assert.equal(await row(page, "small").locator(".q-place").textContent(), "1");
     await link.press("Enter");
     await page.waitForURL(new RegExp(jobs.small.id));

@@ -84,7 +84,7 @@ async fn a_backup_of_a_running_server_is_restored_to_another() {
 /// A restored database reuses numbers of attempts whose folders, records and checkpoints still exist.
 #[tokio::test]
 async fn after_a_restore_an_attempt_with_a_reused_number_is_new() {
-    let mut server = Server::start_training(640, 64).await;
+    let mut server = Server::start_slow_training(640, 64).await;
     let checkpoints = json!({"checkpoint": {"every_epochs": null, "every_steps": 20}});
     let id = server.submit(&specs::with(specs::short("again", "fashion", 2, 120), checkpoints)).await;
     server.wait_for_job(&id, "the job trains", |job| number(&job["step"]) > 20).await;

@@ -256,12 +256,12 @@ async fn an_agent_with_a_full_folder_takes_no_jobs_and_keeps_its_ranks() {
         (&"queued".into(), &1.into()),
         "one declined attempt: {job}"
     );
-    let shown = server.get("/agents").await;
-    let warning = shown["agents"][0]["warnings"][0]["text"].as_str().unwrap_or_default();
-    assert!(
-        warning.contains("Takes no new jobs") && warning.contains(folder.to_str().expect("UTF-8")),
-        "{shown:#}"
-    );
+    let warns = async |s: &Server| {
+        let shown = s.get("/agents").await;
+        let warning = shown["agents"][0]["warnings"][0]["text"].as_str().unwrap_or_default();
+        warning.contains("Takes no new jobs") && warning.contains(folder.to_str().expect("UTF-8"))
+    };
+    server.until("the machine has a warning that names its folder", warns).await;
     let trained = number(&server.job(&healthy).await["step"]);
     server.wait_for_job(&healthy, "the job continues", |job| number(&job["step"]) > trained + 5).await;
 

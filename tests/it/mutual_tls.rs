@@ -69,6 +69,13 @@ fn refusals(serve: &Serve) -> Vec<String> {
     serve.log().lines().filter(|line| line.contains("an agent was refused")).map(str::to_owned).collect()
 }
 
+/// Waits until the server's log has this number of refusals, and returns them. The server logs a refusal after the agent has read the reason
+/// and closed the connection.
+async fn wait_for_refusals(serve: &Serve, count: usize) -> Vec<String> {
+    wait_until("the server says so, too", || refusals(serve).len() >= count, || serve.log()).await;
+    refusals(serve)
+}
+
 async fn agents(serve: &Serve) -> Vec<Value> {
     let client = serve.client(&serve.ca());
     let response = client.get(format!("{}/api/v1/agents", https(serve))).send().await.expect("a response");
@@ -122,7 +129,7 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
     // The name is bound to this agent: another agent with the same certificate is refused, and ends.
     let mut second = Agent::start(&serve, "two", &certificate);
     second.assert_ends(1, "is bound to another agent").await;
-    let bound = refusals(&serve);
+    let bound = wait_for_refusals(&serve, 1).await;
     assert!(
         bound.len() == 1 && bound[0].contains("node-a") && bound[0].contains("bound to another"),
         "{bound:?}"
@@ -136,7 +143,7 @@ async fn an_agent_with_a_certificate_trains_until_the_certificate_is_revoked() {
     let by_token = Agent::start(&serve, "three", &["--name", "node-t", "--token-file", "node-t.token"]);
     by_token.wait_for_log("presents no certificate").await;
     assert!(by_token.output().contains("--cert-file"), "{}", by_token.output());
-    let missing = refusals(&serve);
+    let missing = wait_for_refusals(&serve, 2).await;
     assert!(missing.len() == 2 && missing[1].contains("presents no certificate"), "{missing:?}");
     drop(by_token);
 
@@ -238,7 +245,9 @@ async fn expired_foreign_and_missing_certificates_are_refused_with_a_reason() {
     let nobody = Agent::start(&serve, "nobody", &[""; 0]);
     nobody.wait_for_log("neither a certificate nor a token").await;
     nobody.wait_for_log("--token-file").await;
-    let lines: Vec<_> = refusals(&serve).into_iter().filter(|line| line.contains("neither")).collect();
+    let lines = || refusals(&serve).into_iter().filter(|line| line.contains("neither")).collect::<Vec<_>>();
+    wait_until("the server says so, too", || !lines().is_empty(), || serve.log()).await;
+    let lines = lines();
     assert_eq!(lines.len(), 1, "{lines:?}");
     assert!(agents(&serve).await.is_empty());
     // A name that differs from the certificate's.

@@ -27,7 +27,7 @@ fn spec(name: &str) -> Value {
 
 #[tokio::test]
 async fn a_paused_job_frees_its_slots_and_continues_to_the_same_weights() {
-    let server = Server::start_training(640, 64).await;
+    let server = Server::start_slow_training(640, 64).await;
     let undisturbed = server.train(&spec("paused")).await;
 
     let id = server.submit(&spec("paused")).await;

@@ -34,11 +34,10 @@ async fn gangs_wait_for_all_their_slots_and_higher_priorities_run_first() {
     let step = number(&server.job(&holder).await["step"]);
     server.wait_for_job(&holder, "the job continues", |job| number(&job["step"]) > step + 20).await;
     for id in [&low, &high, &last] {
-        let job = server.job(id).await;
+        let names_slots = |job: &Value| job["reason"].as_str().is_some_and(|reason| reason.contains("slot"));
+        let job = server.wait_for_job(id, "the reason names the slots", names_slots).await;
         assert_eq!((&job["state"], number(&job["attempt"])), (&json!("queued"), 0), "{job:#}");
         assert!(server.ranks(id).is_empty());
-        let reason = job["reason"].as_str().unwrap_or("");
-        assert!(reason.contains("slot"), "the reason names the slots: {job:#}");
     }
     // The queue shows the order, and for which job the free slot is reserved.
     let queue = server.cli(&["queue", "--json"]).json();

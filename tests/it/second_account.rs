@@ -44,12 +44,13 @@ fn text_of(output: &Output) -> String {
 
 /// Collects files and folders below `path` that other accounts have any permission for.
 fn find_open(path: &Path, open: &mut Vec<String>) {
-    let metadata = fs::symlink_metadata(path).expect("metadata");
+    // Ranks rename and delete files meanwhile.
+    let Ok(metadata) = fs::symlink_metadata(path) else { return };
     if metadata.mode() & 0o077 != 0 && !metadata.is_symlink() {
         open.push(format!("{} {:o}", path.display(), metadata.mode() & 0o7777));
     }
     if metadata.is_dir() {
-        for entry in fs::read_dir(path).expect("a folder").flatten() {
+        for entry in fs::read_dir(path).into_iter().flatten().flatten() {
             find_open(&entry.path(), open);
         }
     }
@@ -198,7 +199,8 @@ fn secrets(server: &Server) -> Vec<String> {
         if file.extension().is_none_or(|e| e != "json") {
             continue;
         }
-        let text = fs::read_to_string(&file).expect("a file");
+        // Ranks rename and delete files meanwhile.
+        let Ok(text) = fs::read_to_string(&file) else { continue };
         let Ok(value) = serde_json::from_str::<Value>(&text) else { continue };
         let mut values = vec![&value];
         while let Some(value) = values.pop() {

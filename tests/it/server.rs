@@ -208,6 +208,15 @@ impl Server {
         Self::start_in(agents, vec![("LOCKSTEP_FAULT".into(), "step:slow".into())]).await
     }
 
+    /// As [`Server::start_training`], with steps as slow as those of [`Server::start_slow`].
+    pub(crate) async fn start_slow_training(training: usize, test: usize) -> Self {
+        let permit = training_permit().await;
+        let mut server = Self::start_slow(Agents::Local { cpu_slots: 2 }).await;
+        server.permit = Some(permit);
+        server.register("fashion", &idx_dataset(server.folder().path(), training, test)).await;
+        server
+    }
+
     pub(crate) async fn start_on(
         agents: Agents,
         database: Option<String>,

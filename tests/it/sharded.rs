@@ -36,7 +36,7 @@ async fn files(server: &Server, checkpoint: &Value) -> BTreeSet<String> {
 
 #[tokio::test]
 async fn a_sharded_job_is_paused_continued_forked_and_evaluated_like_others() {
-    let server = Server::start_training(640, 64).await;
+    let server = Server::start_slow_training(640, 64).await;
     let whole = server.train(&spec("whole", 2, false)).await;
     let expected = download(&server, &whole).await;
 

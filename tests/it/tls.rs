@@ -225,8 +225,9 @@ async fn tls_errors_of_clients_are_explained() {
         command.current_dir(serve.folder.path()).stderr(fs::File::create(&log).expect("a log"));
         let _agent = Terminated(command.spawn().expect("an agent"));
         let text = || fs::read_to_string(&log).expect("the log");
-        wait_until("the agent reports the error", || text().contains("no connection"), text).await;
-        assert!(text().contains(words), "{server}: {}", text());
+        // On a busy machine, the first connections may fail because of their time limit.
+        let has_reported = || text().contains("no connection") && text().contains(words);
+        wait_until(&format!("the agent reports the error of {server}"), has_reported, text).await;
     }
 }
 

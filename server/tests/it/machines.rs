@@ -201,7 +201,7 @@ async fn an_agent_of_one_job_leaves_the_list_when_it_ends_with_its_job() {
 
 #[tokio::test]
 async fn an_offline_machine_without_jobs_can_be_removed() {
-    let server = TestServer::with(|c| c.lease = Duration::from_secs(4)).await;
+    let server = TestServer::with(|c| c.lease = Duration::from_secs(10)).await;
     let token = server.agent_token("a").await;
     let mut agent = Agent::connect_with_token(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;

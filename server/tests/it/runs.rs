@@ -294,7 +294,7 @@ async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
 
 #[tokio::test]
 async fn a_silent_run_fails_and_continues_with_its_next_message() {
-    let server = TestServer::with(|config| config.run_silence = Duration::from_millis(500)).await;
+    let server = TestServer::with(|config| config.run_silence = Duration::from_secs(3)).await;
     let id = server.start_run(&json!({"name": "quiet"})).await.id.to_string();
     let path = format!("/runs/{id}");
     let wait_for_silence = async || {

@@ -67,13 +67,18 @@ impl RendezvousError {
     }
 }
 
-/// A port that is free now. If another program binds the port before rank 0 does, rank 0 fails, and the next attempt gets
-/// another port.
+/// A port that is free now. If another program binds the port before rank 0 does, rank 0 fails with [`taken_port`], and the
+/// next attempt gets another port.
 ///
 /// # Errors
 /// No port is free.
 pub fn free_port(addr: &str) -> io::Result<u16> {
     Ok(bind(addr, 0)?.local_addr()?.port())
+}
+
+/// The error of rank 0 if another program has the port.
+pub fn taken_port(addr: &str, port: u16) -> String {
+    format!("port {port} of {addr} is taken by another program")
 }
 
 fn bind(addr: &str, port: u16) -> io::Result<TcpListener> {

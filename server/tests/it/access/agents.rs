@@ -133,12 +133,12 @@ async fn a_second_process_with_an_agent_s_id_is_refused_while_the_first_is_onlin
     server.stop().await;
 
     // After a power failure the machine has a new process, while the earlier connection still seems open.
-    let server = TestServer::with(|config| config.lease = Duration::from_secs(4)).await;
+    let server = TestServer::with(|config| config.lease = Duration::from_secs(10)).await;
     let token = server.agent_token("a").await;
     let _first = Agent::connect_with_token(&server, &token, hello_from("one")).await.unwrap();
     let since = Instant::now();
     while let Err(why) = Agent::connect_with_token(&server, &token, hello_from("two")).await {
-        assert!(since.elapsed() < Duration::from_secs(3), "{why}");
+        assert!(since.elapsed() < Duration::from_secs(9), "{why}");
     }
     server.stop().await;
 }

@@ -208,11 +208,12 @@ async fn changing_a_person_ends_sessions_and_websockets() {
         let browser = server.signed_in("ada").await;
         let cookie = browser.cookie.clone();
         let mut list = browser.stream_list().await;
-        let since = Instant::now();
         let status = match change {
             Value::Null => server.delete("/people/ada").await.0,
             change => server.change_person("ada", change).await.0,
         };
+        // Without the time of hashing a password.
+        let since = Instant::now();
         assert!(status == 200 || status == 204, "{change}: {status}");
         let (code, _) = list.next().await.unwrap_err();
         assert!(code == 4401 && since.elapsed() < Duration::from_secs(5), "{change}: {code}");

@@ -112,9 +112,9 @@ async fn connections_of_revoked_or_expired_tokens_are_closed_in_five_seconds() {
     let server = TestServer::new().await;
     for expires_in_secs in [None, Some(5)] {
         let body = json!({"name": "t", "scope": "read", "expires_in_secs": expires_in_secs});
+        let since = Instant::now();
         let (id, secret) = server.make_token(&body).await;
         let mut list = server.stream_list(&secret).await;
-        let since = Instant::now();
         if expires_in_secs.is_none() {
             assert_eq!(server.delete(&format!("/tokens/{id}")).await.0, 204);
         }

@@ -236,7 +236,7 @@ async fn one_address_has_a_quarter_of_the_connections() {
 
 #[tokio::test]
 async fn a_stalled_body_gets_408_in_time() {
-    let patience = Duration::from_secs(1);
+    let patience = Duration::from_secs(2);
     let server = TestServer::with(|c| c.body_timeout = patience).await;
     let mut agent = Agent::join_with_dataset(&server, 2).await;
     let (_, checkpoint) = create_checkpoint(&server, &mut agent).await;

@@ -3,6 +3,7 @@
 use super::{
     MAX_SERVER_WAIT, RendezvousConfig, RendezvousError, bind,
     message::{Reply, Request, receive, send},
+    taken_port,
 };
 use crate::handshake::HandshakeTerms;
 use lockstep_host::lock;
@@ -32,8 +33,7 @@ pub(super) fn listen(config: &RendezvousConfig) -> Result<TcpListener, Rendezvou
     let RendezvousConfig { addr, port, .. } = config;
     let listen_error = |error: io::Error| {
         RendezvousError::Failed(match error.kind() {
-            // The next attempt gets another port.
-            io::ErrorKind::AddrInUse => format!("port {port} of {addr} is taken by another program"),
+            io::ErrorKind::AddrInUse => taken_port(addr, *port),
             _ => format!("rank 0 cannot listen on {addr}:{port}: {error}"),
         })
     };

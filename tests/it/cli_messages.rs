@@ -371,7 +371,7 @@ fn commands_of_other_tools_suggest_the_right_command() {
     };
     for (typed, meant) in [("stop", "cancel"), ("status", "list"), ("ps", "list"), ("log", "logs")] {
         run(&[typed, "x"]).assert_usage_error(&[&format!("'{typed}'"), &format!("'{meant}'")]);
-        run(&["help", typed]).assert_usage_error(&[&format!("did you mean \"{meant}\"?")]);
+        run(&["help", typed]).assert_usage_error(&[&format!("'{meant}'")]);
     }
     for (args, words) in [
         (&["token", "create", "ci"][..], "`lockstep token create --name ci`"),

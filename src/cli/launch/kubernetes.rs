@@ -205,7 +205,7 @@ async fn create(
             }
         }
         if template.queue().is_none() {
-            cluster.patch_job(name, &steer::suspension(false)).await?;
+            cluster.patch_job(name, &steer::suspend_patch(false)).await?;
         }
         anyhow::Ok(())
     };

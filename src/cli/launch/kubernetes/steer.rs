@@ -136,21 +136,21 @@ impl Steering<'_> {
                 }
                 _ => return Ok(()),
             }
-            self.cluster.patch_job(self.name, &suspension(true)).await?;
+            self.cluster.patch_job(self.name, &suspend_patch(true)).await?;
             output::warn(format_args!(
                 "the job is paused: Kubernetes' Job {} is suspended until it continues",
                 self.name
             ));
             self.is_upload_reported = false;
         } else if !is_paused && is_suspended_by_launch {
-            self.cluster.patch_job(self.name, &suspension(false)).await?;
+            self.cluster.patch_job(self.name, &suspend_patch(false)).await?;
         }
         Ok(())
     }
 }
 
-/// Returns the change of a Job that suspends or starts it. The annotation marks a Job that a launch has suspended.
-pub(super) fn suspension(is_suspended: bool) -> Value {
+/// Returns the patch that suspends a Job, or starts a suspended Job. The annotation marks a Job that a launch has suspended.
+pub(super) fn suspend_patch(is_suspended: bool) -> Value {
     let mark = is_suspended.then_some("true");
     json!({"spec": {"suspend": is_suspended}, "metadata": {"annotations": {SUSPENDED_ANNOTATION: mark}}})
 }

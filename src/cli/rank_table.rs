@@ -57,12 +57,12 @@ impl RankTable {
                 "status: is {status:?} and must be \"completed\": the table is not finished"
             ));
         }
-        let entries: Vec<Instance> = match (table.server_list, table.group_list) {
+        let instances: Vec<Instance> = match (table.server_list, table.group_list) {
             (Some(servers), _) => servers.into_iter().flat_map(Server::instances).collect(),
             (None, Some(groups)) => groups.into_iter().flat_map(|group| group.instance_list).collect(),
             (None, None) => return Err("has neither server_list nor group_list".into()),
         };
-        Self::from_instances(entries)
+        Self::from_instances(instances)
     }
 
     fn from_instances(instances: Vec<Instance>) -> Result<Self, String> {

@@ -40,11 +40,6 @@ def selected(item, query):
         name, value = part.split("=")
         if labels.get(name) != value:
             return False
-    for part in filter(None, query.get("fieldSelector", [""])[0].split(",")):
-        name, value = part.split("=")
-        assert name == "metadata.name", name
-        if item["metadata"]["name"] != value:
-            return False
     return True
 
 

@@ -154,12 +154,12 @@ def running_pods(body):
 
 
 def evict(body):
-    """Evicts a pod, as a node with too little memory does."""
+    """Evicts a pod, as a node with too little memory does. The pod stays as a failed pod."""
     with LOCK:
         pod = running_pods(body)[0]
         pod["status"].update(reason="Evicted", message="The node was low on resource: memory.")
         pod["status"]["conditions"].append({"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "message": ""})
-        delete(("pods", pod["metadata"]["namespace"], pod["metadata"]["name"]))
+        os.kill(pod_pid(PROCESSES[("pods", pod["metadata"]["namespace"], pod["metadata"]["name"])]), signal.SIGTERM)
     return {}
 
 

@@ -5,7 +5,7 @@ use std::{
     fs::{self, File},
     io::{self, ErrorKind, Read as _},
     iter,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
@@ -63,8 +63,6 @@ pub(crate) struct AccessArgs {
 
 /// File in the data directory with the server's address for programs of this machine. Exists while the server runs.
 const ADDRESS: &str = "address";
-/// File in the data directory with the address at which the stopped server listened.
-const LAST_LISTEN: &str = "last-listen";
 /// The SQLite database in a server's data directory.
 const DATABASE: &str = "lockstep.db";
 /// File in the data directory with the server's token, unless the server runs without authentication.
@@ -78,12 +76,10 @@ pub(crate) fn record_address(data_dir: &Path, url: &str) -> io::Result<()> {
     lockstep_host::write_private(&data_dir.join(ADDRESS), url.as_bytes())
 }
 
-/// Removes the recorded address when the server ends, and records where the server listened.
-pub(crate) fn forget_address(data_dir: &Path, listen: SocketAddr) {
+/// Removes the recorded address when the server ends.
+pub(crate) fn forget_address(data_dir: &Path) {
     // If this fails, the next start of the server replaces the file.
     let _ = fs::remove_file(data_dir.join(ADDRESS));
-    // Without this file, an error message proposes the default address.
-    let _ = lockstep_host::write_private(&data_dir.join(LAST_LISTEN), listen.to_string().as_bytes());
 }
 
 /// Returns the address that the server of a data directory has recorded. Ignores addresses of other machines, and files that neither this
@@ -148,15 +144,8 @@ impl AccessArgs {
         let has = |name: &&str| fs::symlink_metadata(dir.join(name)).is_ok();
         // A running server has an address, which this account may not be able to use.
         let is_stopped = !has(&ADDRESS) && [TOKEN, DATABASE].iter().any(has);
-        let last_listen = read_token_file(&dir.join(LAST_LISTEN)).ok();
-        let listen = last_listen
-            .and_then(|text| text.parse::<SocketAddr>().ok())
-            // For an address that other machines reach, `serve` needs further options, which are not recorded.
-            .filter(|address| address.ip().is_loopback() && format!("http://{address}") != DEFAULT_SERVER)
-            .map(|address| format!(" --listen {address}"));
         let folder = self.data_dir.as_ref().map(|dir| format!(" --data-dir {}", dir.display()));
-        is_stopped
-            .then(|| format!("lockstep serve{}{}", folder.unwrap_or_default(), listen.unwrap_or_default()))
+        is_stopped.then(|| format!("lockstep serve{}", folder.unwrap_or_default()))
     }
 
     /// Returns the token for `server`: from the named file, from `LOCKSTEP_TOKEN`, or from the data directory of a server on this
@@ -318,14 +307,14 @@ mod tests {
             (Some("http://127.0.0.1@example.com"), DEFAULT_SERVER),
             (Some(""), DEFAULT_SERVER),
         ] {
-            forget_address(dir.path(), SocketAddr::from(([127, 0, 0, 1], 7491)));
+            forget_address(dir.path());
             recorded.map_or(Ok(()), |url| record_address(dir.path(), url)).unwrap();
             assert_eq!(server(None), expected);
             assert_eq!(server(Some("http://other:1")), "http://other:1");
         }
-        forget_address(dir.path(), SocketAddr::from(([127, 0, 0, 1], 7491)));
+        forget_address(dir.path());
         fs::write(dir.path().join(DATABASE), "").unwrap();
-        let command = format!("lockstep serve --data-dir {} --listen 127.0.0.1:7491", dir.path().display());
+        let command = format!("lockstep serve --data-dir {}", dir.path().display());
         assert_eq!(access.start_command(), Some(command));
         // A link may lead to another account's file.
         fs::write(dir.path().join("elsewhere"), "http://127.0.0.1:1").unwrap();

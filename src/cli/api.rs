@@ -107,9 +107,6 @@ pub(crate) struct Api {
     token_source: Option<String>,
 }
 
-/// Maximum number of jobs with the same name whose checkpoints [`Api::newest_with_checkpoint`] requests.
-const MAX_PROBED_JOBS: usize = 20;
-
 impl Api {
     /// Returns a client for `server`. The client sends `token`, and trusts `ca_file` in addition to the system's CA certificates. Sends no
     /// request.
@@ -162,34 +159,12 @@ impl Api {
         self.find_named(JOB, id, in_state(accepts), OnDuplicateName::TakeNewest).await
     }
 
-    /// Like [`Api::find_job`], for commands that need checkpoints: of several jobs with the name, returns the newest job that has a
-    /// checkpoint. If no job has a checkpoint, prefers jobs that are not runs from elsewhere.
+    /// Like [`Api::find_job`], for commands that need checkpoints: of several jobs with the name, prefers the jobs of which Lockstep has
+    /// trained a step.
     pub(crate) async fn find_trained_job(&self, id: &str) -> anyhow::Result<Job> {
-        let trained = self.newest_with_checkpoint(id).await;
-        let accepts = |job: &Value| match &trained {
-            Some(trained) => text(job, "id") == trained,
-            None => job["external"].is_null(),
-        };
-        self.find_named(JOB, id, accepts, OnDuplicateName::TakeNewest).await
-    }
-
-    /// Returns the id of the newest job called `name` that has a checkpoint. `None` if fewer than two jobs have the name, if none of the
-    /// [`MAX_PROBED_JOBS`] newest has a checkpoint, or if a request fails; the caller's next request then reports the reason.
-    async fn newest_with_checkpoint(&self, name: &str) -> Option<String> {
-        let jobs = self.read_pages("/jobs", &[("name", name.to_owned())], None).await.ok()?;
-        // The newest first, like the server's list.
-        let named: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
-        if named.len() < 2 {
-            return None;
-        }
-        for job in named.into_iter().take(MAX_PROBED_JOBS) {
-            let id = text(job, "id");
-            let checkpoints = self.read_pages(&format!("/jobs/{id}/checkpoints"), &[], Some(1)).await;
-            if checkpoints.is_ok_and(|checkpoints| !checkpoints.is_empty()) {
-                return Some(id.to_owned());
-            }
-        }
-        None
+        let is_trained =
+            |job: &Value| job["external"].is_null() && job["step"].as_u64().is_some_and(|step| step > 0);
+        self.find_named(JOB, id, is_trained, OnDuplicateName::TakeNewest).await
     }
 
     /// Like [`Api::find_job_preferring`], for commands that cannot be undone: refuses a name that several of the accepted jobs have.
@@ -269,7 +244,7 @@ impl Api {
     /// Returns the version of a model that `name` names.
     ///
     /// # Errors
-    /// Exit status 2 if the version does not exist. The error names the most similar model, or the aliases that the model has.
+    /// Exit status 2 if the version does not exist. If no model has the name, the error names the most similar model.
     pub(crate) async fn find_model_version(&self, name: &VersionName) -> anyhow::Result<ModelVersion> {
         let VersionName { model, selector } = name;
         let path = match selector {
@@ -280,36 +255,22 @@ impl Api {
             Err(error) if error.is::<WrongRequest>() => error,
             result => return result,
         };
-        let Ok(models) = self.read_all("/models").await else { return Err(error) };
-        let Some(entry) = models.iter().find(|entry| text(entry, "name") == model) else {
-            return Err(unknown_model(&models, model));
-        };
-        let aliases = entry["aliases"].as_object().into_iter().flatten();
-        let aliases: Vec<_> =
-            aliases.map(|(alias, version)| format!("{alias} (version {version})")).collect();
-        Err(match selector {
-            Selector::Number(_) => {
-                usage_error(format!("{error}; `lockstep model show {model}` lists its versions"))
-            }
-            Selector::Alias(_) if aliases.is_empty() => {
-                usage_error(format!("{error}; it has no aliases: set one with `lockstep model alias`"))
-            }
-            Selector::Alias(_) => usage_error(format!("{error}; its aliases are {}", aliases.join(", "))),
-        })
+        Err(self.unknown_model(model).await.unwrap_or_else(|| {
+            usage_error(format!("{error}; `lockstep model show {model}` shows its versions and aliases"))
+        }))
     }
 
-    /// Returns `error`, the error of a request about the model `name`. If no model is called `name`, returns an error that names the most
-    /// similar model instead.
+    /// If the server's list shows that no model is called `name`, returns the error that names the most similar model.
+    async fn unknown_model(&self, name: &str) -> Option<anyhow::Error> {
+        let models = self.read_all("/models").await.ok()?;
+        let is_unknown = !names(&models).any(|known| known == name);
+        is_unknown.then(|| usage_error(unknown_name_message("model", names(&models), name)))
+    }
+
+    /// Returns `error`, the error of a request about the model `name`, or the error that no model has this name.
     pub(crate) async fn explain_unknown_model(&self, name: &str, error: anyhow::Error) -> anyhow::Error {
-        if !error.is::<WrongRequest>() {
-            return error;
-        }
-        match self.read_all("/models").await {
-            Ok(models) if !models.iter().any(|model| text(model, "name") == name) => {
-                unknown_model(&models, name)
-            }
-            _ => error,
-        }
+        let unknown = if error.is::<WrongRequest>() { self.unknown_model(name).await } else { None };
+        unknown.unwrap_or(error)
     }
 
     /// Returns the sweep with this id, name or start of an id. If several sweeps have the name, returns the newest of them and prints a
@@ -562,11 +523,6 @@ pub(crate) fn text<'a>(object: &'a Value, key: &str) -> &'a str {
 
 fn names(objects: &[Value]) -> impl Iterator<Item = &str> {
     objects.iter().map(|object| text(object, "name"))
-}
-
-/// Returns the error for a name that none of the `models` has.
-fn unknown_model(models: &[Value], name: &str) -> anyhow::Error {
-    usage_error(unknown_name_message("model", names(models), name))
 }
 
 /// Returns a predicate for jobs of the server's list: whether `accepts` accepts the job's state.

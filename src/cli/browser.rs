@@ -9,35 +9,26 @@ use std::{
     os::unix::{fs::OpenOptionsExt, process::CommandExt},
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    time::Duration,
 };
-use tokio::task::JoinHandle;
 
 /// Name of the file in the data directory.
 const FILE: &str = "sign-in.html";
-/// Interval between two checks of whether the link has been used.
-const CHECK_INTERVAL: Duration = Duration::from_millis(500);
-
 const OPENER: &str = if cfg!(target_os = "macos") { "open" } else { "xdg-open" };
 
-/// The file that redirects to the link. Exists until the link has been used or this value is dropped.
-pub(crate) struct SignInFile {
-    path: PathBuf,
-    /// Removes the file when the link has been used. `None` until [`Self::open_browser`] writes the file.
-    removal: Option<JoinHandle<()>>,
-}
+/// The file that redirects to the link, which works once. Exists until this value is dropped.
+pub(crate) struct SignInFile(PathBuf);
 
 impl SignInFile {
     /// Removes the file that a killed server may have left. Only one server uses a data directory, so the file is not in use.
     pub(crate) fn new(data_dir: &Path) -> Self {
         let path = data_dir.join(FILE);
         let _ = fs::remove_file(&path);
-        Self { path, removal: None }
+        Self(path)
     }
 
     /// Writes the file and opens a page of a server's dashboard, on a terminal with a graphical display. Errors are only logged, because the
     /// server works without a browser.
-    pub(crate) fn open_browser(&mut self, server: &Running, page: &str) {
+    pub(crate) fn open_browser(&self, server: &Running, page: &str) {
         if has_display_and_terminal()
             && let Err(error) = self.try_to_open_browser(server, page)
         {
@@ -45,28 +36,17 @@ impl SignInFile {
         }
     }
 
-    fn try_to_open_browser(&mut self, server: &Running, page: &str) -> io::Result<()> {
+    fn try_to_open_browser(&self, server: &Running, page: &str) -> io::Result<()> {
         // Each link works once, so this browser gets a second link: the printed link stays valid for another browser.
         let link = server.login_link(page)?;
-        write_redirect(&self.path, &link)?;
-        start_browser(&self.path.canonicalize()?)?;
-        let (path, running) = (self.path.clone(), server.clone());
-        self.removal = Some(tokio::spawn(async move {
-            while running.is_valid_link(&link) {
-                tokio::time::sleep(CHECK_INTERVAL).await;
-            }
-            let _ = fs::remove_file(path);
-        }));
-        Ok(())
+        write_redirect(&self.0, &link)?;
+        start_browser(&self.0.canonicalize()?)
     }
 }
 
 impl Drop for SignInFile {
     fn drop(&mut self) {
-        if let Some(removal) = &self.removal {
-            removal.abort();
-        }
-        let _ = fs::remove_file(&self.path);
+        let _ = fs::remove_file(&self.0);
     }
 }
 

@@ -95,7 +95,7 @@ async fn run_on(
     let page = format!("/jobs/{}", job.id);
     // The link signs in one browser, once. `lockstep login-link` prints another link.
     output::line(format_args!("dashboard: {}", server.running.login_link(&page)?))?;
-    let mut sign_in_file = SignInFile::new(data_dir);
+    let sign_in_file = SignInFile::new(data_dir);
     if !args.no_open {
         sign_in_file.open_browser(&server.running, &page);
     }

@@ -16,12 +16,10 @@ use lockstep_protocol::{
 use reqwest::StatusCode;
 use serde::Serialize;
 use serde_json::{Value, json};
-use std::{pin::pin, time::Duration};
+use std::time::Duration;
 
 /// Pause between two requests. The server itself waits before it responds, so the pause matters only if the server responds at once.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// Time after which the command says that the result is not there yet.
-const ANNOUNCE_AFTER: Duration = Duration::from_secs(2);
 /// Maximum number of confusions that are printed.
 const MAX_CONFUSIONS: usize = 5;
 
@@ -75,17 +73,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         ]);
         let suffix = if args.knn.is_some() { "/neighbours" } else { "" };
         let path = with_query(&format!("/jobs/{}/evaluation{suffix}", job.id), &query)?;
-        let mut waiting = pin!(wait_for_result(&api, &path));
-        let result = match tokio::time::timeout(ANNOUNCE_AFTER, waiting.as_mut()).await {
-            Ok(result) => result?,
-            Err(_) => {
-                output::warn(
-                    "an agent evaluates the checkpoint on its CPU cores; Ctrl-C ends this command and not the evaluation, whose result the \
-                     same command shows later",
-                );
-                waiting.await?
-            }
-        };
+        let result = wait_for_result(&api, &path).await?;
         let checkpoint = chosen.name();
         if args.server.json {
             return output::json(&Evaluated { job: &job.id, checkpoint, result });
@@ -97,10 +85,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// Polls the server for the result. On a terminal, also shows what the server is waiting for.
+/// Polls the server for the result, and says that an agent computes the result. On a terminal, also shows what the server is waiting for.
 async fn wait_for_result(api: &Api, path: &str) -> anyhow::Result<Value> {
     let bar = ProgressBar::new_spinner();
     bar.set_style(output::bar_style("{msg} {elapsed}"));
+    let mut is_announced = false;
     loop {
         let response = api.get_response(path).await?;
         let is_ready = response.status() != StatusCode::ACCEPTED;
@@ -108,6 +97,12 @@ async fn wait_for_result(api: &Api, path: &str) -> anyhow::Result<Value> {
         if is_ready {
             bar.finish_and_clear();
             return Ok(reply);
+        }
+        if !std::mem::replace(&mut is_announced, true) {
+            output::warn(
+                "an agent evaluates the checkpoint on its CPU cores; Ctrl-C ends this command and not the evaluation, whose result the same \
+                 command shows later",
+            );
         }
         bar.set_message(reply.get("detail").and_then(Value::as_str).unwrap_or_default().to_owned());
         bar.tick();

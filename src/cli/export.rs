@@ -6,7 +6,7 @@ mod tensorboard;
 
 use super::{checkpoint_choice::Weights, file, output, usage_error, weight_files};
 use lockstep_worker::checkpoint::ManifestFile;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Write files for other programs: ONNX, TensorBoard, Parquet, or a checkpoint's weights as one file (safetensors)
 ///
@@ -69,24 +69,13 @@ fn write_weights(args: &Args) -> anyhow::Result<()> {
             let ManifestFile { size_bytes, sha256 } = weight_files::join(&folder, args.weights, output)?;
             output::line(format_args!("{}: {size_bytes} bytes, sha256 {sha256}", output.display()))
         }
-        ([format, source], _) if format.as_os_str() == "safetensors" => {
-            let command = if source.is_dir() { "export" } else { "download" };
-            let output = args.output.as_deref().unwrap_or(Path::new("model.safetensors"));
-            let (source, output) = (source.display(), output.display());
-            Err(usage_error(format!(
-                "safetensors is not a format to name: write `lockstep {command} {source} -o {output}`"
-            )))
-        }
         (folders, _) => {
             let unknown = folders.first().filter(|path| !path.is_dir());
             let problem =
                 unknown.map(|path| format!("{} is neither a format nor a folder; ", path.display()));
-            let no_output =
-                if args.output.is_none() && !folders.is_empty() { "-o FILE is missing; " } else { "" };
             Err(usage_error(format!(
-                "{}{no_output}write `lockstep export FORMAT JOB -o FILE`, with the format onnx, tensorboard or parquet. `lockstep download \
-                 JOB -o FILE` writes a job's weights (safetensors), and `lockstep export FOLDER -o FILE` the weights in the FOLDER of a \
-                 checkpoint",
+                "{}write `lockstep export FORMAT JOB -o FILE`, with the format onnx, tensorboard or parquet. `lockstep download JOB -o FILE` \
+                 writes a job's weights (safetensors), and `lockstep export FOLDER -o FILE` the weights in the FOLDER of a checkpoint",
                 problem.unwrap_or_default()
             )))
         }

@@ -14,6 +14,9 @@ use std::{
 /// Prefixes of paths of files that this process inherited: `lockstep submit <(make-job)`, `... | lockstep submit /dev/stdin`.
 const INHERITED: [&str; 3] = ["/dev/stdin", "/dev/fd/", "/proc/self/fd/"];
 
+/// Number of bytes at the end of a file in which [`last_line`] searches.
+const TAIL_BYTES: u64 = 4096;
+
 /// Reads a whole file, or a whole pipe that the shell has connected.
 ///
 /// # Errors
@@ -68,6 +71,13 @@ pub(crate) fn check_output(path: &Path) -> anyhow::Result<()> {
 /// Returns the folder that contains `path`.
 pub(crate) fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Returns the last line of a process's output in a file. Empty lines do not count. Returns an empty text if there is no line.
+pub(crate) fn last_line(path: &Path) -> String {
+    let bytes = files::read_end(path, TAIL_BYTES);
+    let text = String::from_utf8_lossy(&bytes);
+    text.lines().rev().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default().to_owned()
 }
 
 /// Calls `write` with a path next to `target`, then renames the file to `target`. If `write` fails, `target` is unchanged.

@@ -177,9 +177,8 @@ fn measure_secs_per_picture(file: &Path, batch: u64) -> Result<f64, NoEstimate> 
         return Err(format!("{STEPS} steps take longer than {} s", MEASURE_TIMEOUT.as_secs()).into());
     };
     if !status.success() {
-        let stderr = fs::read_to_string(&stderr_path).unwrap_or_default();
-        let why = stderr.lines().last().unwrap_or("training failed");
-        return Err(NoEstimate::TrainingFailed(why.strip_prefix("error: ").unwrap_or(why).to_owned()));
+        let why = file::last_line(&stderr_path);
+        return Err(NoEstimate::TrainingFailed(why.strip_prefix("error: ").unwrap_or(&why).to_owned()));
     }
     let mut times = Vec::new();
     let mut tail = Tail::open(&events_path(&out.join("attempts").join("1"), 0), 0);

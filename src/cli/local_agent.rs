@@ -80,35 +80,27 @@ impl LocalAgent {
     }
 }
 
-async fn supervise(settings: Settings, mut child: Child, mut stopped: oneshot::Receiver<()>) {
-    let mut backoff = RETRY;
-    let mut started = Instant::now();
+async fn supervise(settings: Settings, first: Child, mut stopped: oneshot::Receiver<()>) {
+    let (mut spawned, mut backoff) = (Ok(first), RETRY);
     loop {
-        tokio::select! {
-            _ = &mut stopped => return end_agent(child).await,
-            status = child.wait() => {
-                if started.elapsed() >= BACKOFF_RESET {
-                    backoff = RETRY;
-                }
-                match status {
+        let started = Instant::now();
+        match spawned {
+            Ok(mut child) => tokio::select! {
+                _ = &mut stopped => return end_agent(child).await,
+                status = child.wait() => match status {
                     Ok(status) => tracing::warn!(%status, "the local agent ended; starting it again"),
                     Err(error) => tracing::warn!(%error, "waiting for the local agent failed; starting it again"),
-                }
-            }
+                },
+            },
+            Err(error) => tracing::error!(error = describe_error(&error), "the local agent does not start"),
         }
-        child = loop {
-            tokio::select! {
-                _ = &mut stopped => return,
-                () = sleep(backoff.next_pause()) => {}
-            }
-            match spawn(&settings) {
-                Ok(child) => break child,
-                Err(error) => {
-                    tracing::error!(error = describe_error(&error), "the local agent does not start")
-                }
-            }
-        };
-        started = Instant::now();
+        if started.elapsed() >= BACKOFF_RESET {
+            backoff = RETRY;
+        }
+        tokio::select! {
+            _ = &mut stopped => return,
+            () = sleep(backoff.next_pause()) => spawned = spawn(&settings),
+        }
     }
 }
 

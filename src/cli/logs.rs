@@ -10,6 +10,7 @@ use super::{
 use lockstep_protocol::{
     Job, JobState,
     agent::LogLine,
+    numbers::plural,
     stream::{Event, EventBody, Frame},
 };
 use serde::{Deserialize, Serialize};
@@ -72,21 +73,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 
 /// Checks that the job has the rank and the attempt that the options name. With `--follow`, the attempt may start later.
 fn check_rank_and_attempt(args: &Args, job: &Job) -> anyhow::Result<()> {
-    let last_rank = job.ranks.saturating_sub(1);
-    if let Some(rank) = args.rank.filter(|rank| *rank > last_rank) {
-        let existing =
-            if last_rank == 0 { "only rank 0".to_owned() } else { format!("ranks 0 to {last_rank}") };
-        return Err(usage_error(format!("--rank: {} has no rank {rank}; it has {existing}", job.id)));
+    if let Some(rank) = args.rank.filter(|rank| *rank >= job.ranks) {
+        let (id, last) = (&job.id, job.ranks.saturating_sub(1));
+        return Err(usage_error(format!("--rank: {id} has no rank {rank}; its ranks are 0 to {last}")));
     }
     let may_start = args.follow && !job.state.is_final();
     if let Some(attempt) = args.attempt.filter(|attempt| *attempt > job.attempt && !may_start) {
-        let existing = match job.attempt {
-            0 => "no attempt yet".to_owned(),
-            1 => "only attempt 1".to_owned(),
-            last => format!("attempts 1 to {last}"),
-        };
+        let attempts = plural(job.attempt.into(), "attempt");
         return Err(usage_error(format!(
-            "--attempt: {} has no attempt {attempt}; it has {existing}",
+            "--attempt: {} has no attempt {attempt}; it has {attempts}",
             job.id
         )));
     }

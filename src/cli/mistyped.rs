@@ -77,7 +77,7 @@ fn number_mistake(message: &str) -> Option<String> {
 }
 
 /// Returns the command of this program that does what `typed` does in other tools.
-pub(crate) fn equivalent(typed: &str) -> Option<&'static str> {
+fn equivalent(typed: &str) -> Option<&'static str> {
     EQUIVALENTS.iter().find(|(name, _)| *name == typed).map(|(_, command)| *command)
 }
 
@@ -94,11 +94,6 @@ pub(crate) fn explain(mut error: Error, mut program: Command, arguments: &[OsStr
         let command = ContextValue::Strings(vec![command.to_owned()]);
         error.insert(ContextKind::SuggestedSubcommand, command);
     }
-    // clap lists the most similar command last.
-    if let Some(ContextValue::Strings(similar)) = error.get(ContextKind::SuggestedSubcommand) {
-        let nearest_first = similar.iter().rev().cloned().collect();
-        error.insert(ContextKind::SuggestedSubcommand, ContextValue::Strings(nearest_first));
-    }
     if error.kind() == ErrorKind::UnknownArgument {
         // clap proposes `-- --option`, but no argument begins with a dash.
         error.remove(ContextKind::Suggested);
@@ -109,18 +104,6 @@ pub(crate) fn explain(mut error: Error, mut program: Command, arguments: &[OsStr
             error.remove(ContextKind::SuggestedArg);
             error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![advice.into()]));
         }
-    }
-    if let Some(ContextValue::Strings(missing)) = error.get(ContextKind::InvalidArg)
-        && error.kind() == ErrorKind::MissingRequiredArgument
-    {
-        // clap writes options of which one is required as `<--one <N>|--other <N>>`.
-        let in_words =
-            |argument: &String| match argument.strip_prefix('<').and_then(|rest| rest.strip_suffix('>')) {
-                Some(options) if options.starts_with("--") => options.replace('|', " or "),
-                _ => argument.clone(),
-            };
-        let missing = missing.iter().map(in_words).collect();
-        error.insert(ContextKind::InvalidArg, ContextValue::Strings(missing));
     }
     if error.kind() == ErrorKind::ValueValidation
         && let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg)

@@ -26,7 +26,7 @@ use serde_json::Value;
 use std::{
     fs,
     path::{Path, PathBuf},
-    time::{Duration, SystemTime},
+    time::Duration,
 };
 
 /// Time limit for measurements from the start of the processes: cuDNN may tune plans first.
@@ -114,8 +114,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         lower(&network, &Plan::of(&spec.parallel), 0).map_err(usage_error)?;
         specs.push(spec);
     }
-    let (machine, shared_machine) = match &args.machine {
-        Some(path) => (read_machine(path)?, None),
+    let machine = match &args.machine {
+        Some(path) => read_machine(path)?,
         None => {
             let max_ranks = rank_counts.iter().copied().max().unwrap_or(1);
             measure_here(&args, &spec, &network, max_ranks)?
@@ -154,10 +154,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         )?;
     }
     match &plans[..] {
-        [(spec, planned)] => {
-            let shared = shared_machine.and_then(|machine| Planned::of(spec, &network, &machine).ok());
-            print_plan(spec, planned, &network, &machine, shared.as_ref())
-        }
+        [(spec, planned)] => print_plan(spec, planned, &network, &machine),
         _ => {
             let row = |(spec, planned): &(JobSpec, Planned)| {
                 let [step, images, memory] = format_figures(&planned.chosen, &machine);
@@ -179,14 +176,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
-/// Prints a plan: its operators, its totals, and alternatives. `shared` is the plan if all ranks share this machine.
-fn print_plan(
-    spec: &JobSpec,
-    planned: &Planned,
-    network: &Network,
-    machine: &Machine,
-    shared: Option<&Planned>,
-) -> anyhow::Result<()> {
+/// Prints a plan: its operators, its totals, and alternatives.
+fn print_plan(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine) -> anyhow::Result<()> {
     let layers = planned.describe(network).layers;
     // Operators that strategies may name have rows of their own. All other operators share one row.
     let (named, rest): (Vec<_>, Vec<_>) =
@@ -228,15 +219,9 @@ fn print_plan(
     let ranks = spec.parallel.ranks;
     let machines = (ranks as usize).div_ceil(machine.ranks);
     if machines > 1 {
-        let sharing = match shared {
-            Some(shared) => format!(
-                " If all ranks share this machine, a step takes {:.2} ms.",
-                shared.chosen.cost.step_ms
-            ),
-            None if machine.backend == "cpu" => {
-                " If all ranks share one machine, a step takes longer.".into()
-            }
-            None => String::new(),
+        let sharing = match machine.backend.as_str() {
+            "cpu" => " If all ranks share one machine, a step takes longer.",
+            _ => "",
         };
         output::line(format_args!(
             "{ranks} ranks need {machines} machines like the measured machine. The times are for {machines} machines.{sharing}"
@@ -363,14 +348,8 @@ fn read_machine(path: &Path) -> anyhow::Result<Machine> {
 }
 
 /// Returns this machine's measurements, cached or measured now, with `max_ranks` ranks or with one rank for each GPU or core, whichever are
-/// fewer. If they are fewer than `max_ranks`, also returns the cached measurements of `max_ranks` ranks that share this machine, if a job
-/// has made them. Without `--ranks`, these cached measurements are the only result.
-fn measure_here(
-    args: &Args,
-    spec: &JobSpec,
-    network: &Network,
-    max_ranks: u32,
-) -> anyhow::Result<(Machine, Option<Machine>)> {
+/// fewer.
+fn measure_here(args: &Args, spec: &JobSpec, network: &Network, max_ranks: u32) -> anyhow::Result<Machine> {
     let requested = spec.parallel.device;
     let (devices, _) = registry::gpus(requested).map_err(|why| {
         usage_error(format!(
@@ -385,20 +364,11 @@ fn measure_here(
     let first_gpu = (!devices.is_empty()).then(|| RankGpu { ordinal: 0, visible: devices.clone() });
     let device = registry::device_of(first_gpu.as_ref(), requested);
     let sample = planning::sample_to_measure(spec, network, device, (cores() / ranks).max(1) as usize);
-    let shared_machine = planning::stored_figures(&sample, device, max_ranks).filter(|_| max_ranks > ranks);
-    // A job with the job file's number of ranks can run on this machine, as the stored measurements show.
-    if args.ranks.is_empty()
-        && !args.measure
-        && let Some((machine, measured_at)) = shared_machine
-    {
-        announce_stored(measured_at);
-        return Ok((machine, None));
-    }
-    let shared_machine = shared_machine.map(|(machine, _)| machine);
     let stored = planning::stored_figures(&sample, device, ranks);
     if let Some((machine, measured_at)) = stored.filter(|_| !args.measure) {
-        announce_stored(measured_at);
-        return Ok((machine, shared_machine));
+        let age = Timestamp::try_from(measured_at).map(age).unwrap_or_default();
+        output::warn(format_args!("this machine was measured {age} ago; `--measure` measures it again"));
+        return Ok(machine);
     }
     check_sample(spec, &sample, device.backend.needs(), ranks)
         .map_err(|error| usage_error(format!("this machine cannot be measured: {error}")))?;
@@ -409,13 +379,7 @@ fn measure_here(
     let stdout = local_group::run(&arguments, &members, MEASURE_TIMEOUT).map_err(|e| anyhow::anyhow!(e))?;
     let machine: Machine = serde_json::from_slice(&stdout)?;
     planning::store_figures(&machine, &sample, device, ranks);
-    Ok((machine, shared_machine))
-}
-
-/// Says that the figures are of an earlier measurement.
-fn announce_stored(measured_at: SystemTime) {
-    let age = Timestamp::try_from(measured_at).map(age).unwrap_or_default();
-    output::warn(format_args!("this machine was measured {age} ago; `--measure` measures it again"));
+    Ok(machine)
 }
 
 /// Measures this machine as one of the ranks.

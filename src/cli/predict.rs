@@ -1,17 +1,15 @@
 //! `lockstep predict`: classifies or embeds pictures.
 
 use super::{
-    WrongRequest,
     api::{ServerArgs, parse_list},
     block_on,
-    checkpoint_choice::{ListedCheckpoint, Weights, choose, find},
+    checkpoint_choice::{Weights, find},
     file, output, usage_error, weight_files,
 };
 use lockstep_data::has_picture_extension;
 use lockstep_protocol::{
     JobId,
     inspect::{Prediction, Probability},
-    models::SCHEME,
     numbers::{percent, plural},
 };
 use lockstep_worker::inspect;
@@ -255,27 +253,22 @@ fn predict_here(model: &Path, embed: bool, images: &[PathBuf]) -> Result<Vec<Pre
     Ok(predictions)
 }
 
-/// Asks the server for the predictions, one picture at a time. If a job still trains and a better checkpoint replaces the best, the
-/// remaining pictures are classified with the better checkpoint. For embeddings this is an error, because embeddings of different
-/// checkpoints cannot be compared.
+/// Asks the server for the predictions, one picture at a time.
 async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<Vec<ModelPrediction>> {
     let api = args.server.api()?;
     let source = args.job.as_deref().unwrap_or(Path::new("")).to_string_lossy();
-    let (job, mut checkpoint) = find(&api, &source, &args.checkpoint).await?;
-    let may_change = !args.embed && !source.starts_with(SCHEME);
+    let (job, chosen) = find(&api, &source, &args.checkpoint).await?;
     let weights = if args.weights == Weights::Ema { "ema" } else { "model" };
-    let announce = |chosen: &ListedCheckpoint| {
-        let (job_id, checkpoint, best) = (job.id.clone(), chosen.name(), chosen.info.best);
-        if args.prints_lines() {
-            let best = if best { ", the best" } else { "" };
-            let accuracy =
-                chosen.info.accuracy_in_words().map(|words| format!(": validation accuracy {words}"));
-            let accuracy = accuracy.unwrap_or_default();
-            output::warn(format_args!("{} ({job_id}), checkpoint {checkpoint}{best}{accuracy}", job.name));
-        }
-        ModelUsed { job: job.name.clone(), job_id, checkpoint, best }
-    };
-    let mut model = announce(&checkpoint);
+    let path = format!("/checkpoints/{}/predict?weights={weights}&embed={}", chosen.id, args.embed);
+    let model =
+        ModelUsed { job: job.name, job_id: job.id, checkpoint: chosen.name(), best: chosen.info.best };
+    if args.prints_lines() {
+        let ModelUsed { job, job_id, checkpoint, best } = &model;
+        let best = if *best { ", the best" } else { "" };
+        let accuracy = chosen.info.accuracy_in_words().map(|words| format!(": validation accuracy {words}"));
+        let accuracy = accuracy.unwrap_or_default();
+        output::warn(format_args!("{job} ({job_id}), checkpoint {checkpoint}{best}{accuracy}"));
+    }
     let mut results = Vec::new();
     for image in images {
         let name = image.display().to_string();
@@ -286,21 +279,7 @@ async fn predict_on_server(args: &Args, images: &[PathBuf]) -> anyhow::Result<Ve
                 continue;
             }
         };
-        let response: serde_json::Value = loop {
-            let path =
-                format!("/checkpoints/{}/predict?weights={weights}&embed={}", checkpoint.id, args.embed);
-            match api.send_bytes(&path, bytes.clone()).await {
-                Err(error) if may_change && error.is::<WrongRequest>() => {
-                    let chosen = choose(&api, &job, &args.checkpoint).await?;
-                    if chosen.id == checkpoint.id {
-                        return Err(error);
-                    }
-                    checkpoint = chosen;
-                    model = announce(&checkpoint);
-                }
-                response => break response?,
-            }
-        };
+        let response: serde_json::Value = api.send_bytes(&path, bytes).await?;
         for mut prediction in parse_list::<Prediction>(&response, "predictions")? {
             prediction.name.clone_from(&name);
             results.push(args.report(prediction, Some(&model))?);

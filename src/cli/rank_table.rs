@@ -2,8 +2,9 @@
 //! older format with `group_list`.
 
 use super::{file, usage_error};
+use serde::{Deserialize, Deserializer, de::Error as _};
 use serde_json::Value;
-use std::{collections::HashMap, fmt::Display, path::Path};
+use std::path::Path;
 
 /// Maximum size of a file in bytes. A table of 4096 devices has about half of this size.
 const TABLE_BYTES: u64 = 1 << 20;
@@ -49,21 +50,57 @@ impl RankTable {
     }
 
     fn parse(bytes: &[u8]) -> Result<Self, String> {
-        let table: Value = serde_json::from_slice(bytes).map_err(|e| format!("is not JSON: {e}"))?;
-        if let Some(status) = table.get("status").and_then(Value::as_str)
-            && status != "completed"
-        {
+        let mut json = serde_json::Deserializer::from_slice(bytes);
+        let table: Table = serde_path_to_error::deserialize(&mut json).map_err(|e| e.to_string())?;
+        if let Some(status) = table.status.filter(|status| status != "completed") {
             return Err(format!(
                 "status: is {status:?} and must be \"completed\": the table is not finished"
             ));
         }
-        let mut entries = Entries::default();
-        match (table.get("server_list"), table.get("group_list")) {
-            (Some(_), _) => entries.add_servers(&table)?,
-            (None, Some(_)) => entries.add_groups(&table)?,
+        let instances: Vec<Instance> = match (table.server_list, table.group_list) {
+            (Some(servers), _) => servers.into_iter().flat_map(Server::instances).collect(),
+            (None, Some(groups)) => groups.into_iter().flat_map(|group| group.instance_list).collect(),
             (None, None) => return Err("has neither server_list nor group_list".into()),
+        };
+        Self::from_instances(instances)
+    }
+
+    fn from_instances(instances: Vec<Instance>) -> Result<Self, String> {
+        let count = instances.len();
+        if count == 0 || count > MAX_DEVICES {
+            return Err(format!("has {count} devices; a rank table has 1 to {MAX_DEVICES}"));
         }
-        entries.finish()
+        let mut ranks: Vec<u32> = instances.iter().map(|instance| instance.rank_id).collect();
+        ranks.sort_unstable();
+        match (0..).zip(ranks).find(|(expected, rank)| expected != rank) {
+            Some((expected, rank)) if rank < expected => {
+                return Err(format!("rank_id: rank {rank} is in the table twice"));
+            }
+            Some((missing, _)) => {
+                return Err(format!(
+                    "rank_id: rank {missing} is missing; {count} devices must have ranks 0 to {}",
+                    count - 1
+                ));
+            }
+            None => {}
+        }
+        let mut machines = Vec::<Machine>::new();
+        for Instance { rank_id: rank, server_id: address, devices: [TableDevice { device_id: device }] } in
+            instances
+        {
+            let found = machines.iter().position(|machine| machine.address == address);
+            let index = found.unwrap_or(machines.len());
+            if found.is_none() {
+                machines.push(Machine { address, devices: Vec::new() });
+            }
+            let Machine { address, devices } = &mut machines[index];
+            if devices.iter().any(|other| other.device == device) {
+                return Err(format!("device_id: device {device} of {address} is in the table twice"));
+            }
+            devices.push(Device { rank, device });
+        }
+        machines.iter_mut().for_each(|machine| machine.devices.sort_by_key(|device| device.rank));
+        Ok(Self { machines })
     }
 
     /// Returns the total number of ranks.
@@ -78,151 +115,83 @@ impl RankTable {
     }
 }
 
-/// The entries that have been read, and where the table names each rank and device (`server_list[0].device[1]`).
-#[derive(Default)]
-struct Entries {
-    machines: Vec<Machine>,
-    ranks: HashMap<u32, String>,
-    devices: HashMap<(usize, u32), String>,
+/// The fields of a file that are used.
+#[derive(Deserialize)]
+struct Table {
+    status: Option<String>,
+    server_list: Option<Vec<Server>>,
+    group_list: Option<Vec<Group>>,
 }
 
-impl Entries {
-    fn add_servers(&mut self, table: &Value) -> Result<(), String> {
-        let servers = list_of(table, "server_list", "")?;
-        check_count(table, "server_count", "server_list", "", servers.len())?;
-        for (s, server) in servers.iter().enumerate() {
-            let location = format!("server_list[{s}]");
-            let address = address_of(server, &location)?;
-            if self.machines.iter().any(|machine| machine.address == address) {
-                return Err(format!("{location}.server_id: {address} is in the list twice"));
-            }
-            for (d, device) in list_of(server, "device", &location)?.iter().enumerate() {
-                let location = format!("{location}.device[{d}]");
-                let rank = number_of(device, "rank_id", &location)?;
-                self.add_device(&address, rank, number_of(device, "device_id", &location)?, &location)?;
-            }
-        }
-        Ok(())
-    }
+#[derive(Deserialize)]
+struct Server {
+    #[serde(deserialize_with = "address")]
+    server_id: String,
+    device: Vec<RankedDevice>,
+}
 
-    /// Reads the older format: a list of ranks, each with its machine and one device.
-    fn add_groups(&mut self, table: &Value) -> Result<(), String> {
-        let groups = list_of(table, "group_list", "")?;
-        check_count(table, "group_count", "group_list", "", groups.len())?;
-        for (g, group) in groups.iter().enumerate() {
-            let location = format!("group_list[{g}]");
-            let instances = list_of(group, "instance_list", &location)?;
-            check_count(group, "instance_count", "instance_list", &location, instances.len())?;
-            for (i, instance) in instances.iter().enumerate() {
-                let location = format!("{location}.instance_list[{i}]");
-                let devices = list_of(instance, "devices", &location)?;
-                let [device] = &devices[..] else {
-                    return Err(format!(
-                        "{location}.devices: has {} devices and must have one",
-                        devices.len()
-                    ));
-                };
-                let rank = number_of(instance, "rank_id", &location)?;
-                let device = number_of(device, "device_id", &format!("{location}.devices[0]"))?;
-                self.add_device(&address_of(instance, &location)?, rank, device, &location)?;
-            }
-        }
-        Ok(())
-    }
+#[derive(Deserialize)]
+struct RankedDevice {
+    #[serde(deserialize_with = "number")]
+    rank_id: u32,
+    #[serde(deserialize_with = "number")]
+    device_id: u32,
+}
 
-    fn add_device(&mut self, address: &str, rank: u32, device: u32, location: &str) -> Result<(), String> {
-        if self.ranks.len() == MAX_DEVICES {
-            return Err(format!("{location}: a rank table may have at most {MAX_DEVICES} devices"));
-        }
-        if let Some(first) = self.ranks.insert(rank, location.to_owned()) {
-            return Err(format!("{location}.rank_id: rank {rank} is at {first} already"));
-        }
-        let found = self.machines.iter().position(|machine| machine.address == address);
-        let machine = found.unwrap_or_else(|| {
-            self.machines.push(Machine { address: address.to_owned(), devices: Vec::new() });
-            self.machines.len() - 1
-        });
-        if let Some(first) = self.devices.insert((machine, device), location.to_owned()) {
-            return Err(format!("{location}.device_id: device {device} of {address} is at {first} already"));
-        }
-        self.machines[machine].devices.push(Device { rank, device });
-        Ok(())
-    }
+#[derive(Deserialize)]
+struct TableDevice {
+    #[serde(deserialize_with = "number")]
+    device_id: u32,
+}
 
-    fn finish(mut self) -> Result<RankTable, String> {
-        let ranks = self.ranks.len() as u32;
-        if ranks == 0 {
-            return Err("has no device".into());
-        }
-        if let Some(missing) = (0..ranks).find(|rank| !self.ranks.contains_key(rank)) {
-            return Err(format!(
-                "rank_id: rank {missing} is missing; {ranks} devices must have ranks 0 to {}",
-                ranks - 1
-            ));
-        }
-        for machine in &mut self.machines {
-            machine.devices.sort_by_key(|device| device.rank);
-        }
-        Ok(RankTable { machines: self.machines })
+/// A group of the older format.
+#[derive(Deserialize)]
+struct Group {
+    instance_list: Vec<Instance>,
+}
+
+/// A rank of the older format, with its machine and one device.
+#[derive(Deserialize)]
+struct Instance {
+    #[serde(deserialize_with = "number")]
+    rank_id: u32,
+    #[serde(deserialize_with = "address")]
+    server_id: String,
+    devices: [TableDevice; 1],
+}
+
+impl Server {
+    fn instances(self) -> impl Iterator<Item = Instance> {
+        let Self { server_id, device } = self;
+        device.into_iter().map(move |RankedDevice { rank_id, device_id }| Instance {
+            rank_id,
+            server_id: server_id.clone(),
+            devices: [TableDevice { device_id }],
+        })
     }
 }
 
-/// Returns the path of a key of the object at `location`, which is empty for the table itself.
-fn key_path(location: &str, key: &str) -> String {
-    if location.is_empty() { key.to_owned() } else { format!("{location}.{key}") }
+/// Reads a number. Tables usually contain it as a text; a JSON number is accepted too.
+fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+    let value = Value::deserialize(deserializer)?;
+    let number = value.as_str().map_or_else(|| value.as_u64(), |text| text.trim().parse().ok());
+    let number = number.and_then(|number| u32::try_from(number).ok());
+    number.ok_or_else(|| D::Error::custom(format_args!("is {value} and must be a whole number from 0")))
 }
 
-fn list_of<'a>(object: &'a Value, key: &str, location: &str) -> Result<&'a Vec<Value>, String> {
-    match object.get(key) {
-        Some(Value::Array(list)) => Ok(list),
-        Some(_) => Err(format!("{}: must be a list", key_path(location, key))),
-        None => Err(format!("{}: is missing", key_path(location, key))),
-    }
-}
-
-/// Parses a number. Tables usually contain it as a text; a JSON number is accepted too.
-fn number_of(object: &Value, key: &str, location: &str) -> Result<u32, String> {
-    let path = key_path(location, key);
-    let invalid = |given: &dyn Display| format!("{path}: is {given} and must be a whole number from 0");
-    match object.get(key) {
-        Some(Value::String(text)) => text.trim().parse().map_err(|_| invalid(&format!("{text:?}"))),
-        Some(Value::Number(number)) => {
-            number.as_u64().and_then(|n| u32::try_from(n).ok()).ok_or_else(|| invalid(number))
-        }
-        Some(other) => Err(invalid(other)),
-        None => Err(format!("{path}: is missing")),
-    }
-}
-
-/// Checks that an optional count equals the length of its list.
-fn check_count(object: &Value, key: &str, list: &str, location: &str, length: usize) -> Result<(), String> {
-    if object.get(key).is_none() {
-        return Ok(());
-    }
-    match number_of(object, key, location)? {
-        count if count as usize == length => Ok(()),
-        count => Err(format!(
-            "{}: is {count}, but {} has {length}",
-            key_path(location, key),
-            key_path(location, list)
-        )),
-    }
-}
-
-fn address_of(object: &Value, location: &str) -> Result<String, String> {
-    let text = match object.get("server_id") {
-        Some(Value::String(text)) => text.trim(),
-        Some(_) => return Err(format!("{location}.server_id: must be text, a machine's address")),
-        None => return Err(format!("{location}.server_id: is missing")),
-    };
+fn address<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    let address = text.trim();
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-._:%".contains(c);
-    if text.is_empty() || text.len() > MAX_NAME_BYTES || text.starts_with('-') || !text.chars().all(is_plain)
+    if (1..=MAX_NAME_BYTES).contains(&address.len())
+        && !address.starts_with('-')
+        && address.chars().all(is_plain)
     {
-        return Err(format!(
-            "{location}.server_id: must be a machine's name or address of at most {MAX_NAME_BYTES} characters"
-        ));
+        return Ok(address.to_owned());
     }
-    Ok(text.to_owned())
+    Err(D::Error::custom(format_args!(
+        "must be a machine's name or address of at most {MAX_NAME_BYTES} characters"
+    )))
 }
 
 #[cfg(test)]

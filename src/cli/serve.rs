@@ -220,7 +220,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             // the certificate, which these people may not have at hand.
             output::line(format_args!("sign in: {}", server.running.login_link(START_PAGE)?))?;
         }
-        let mut sign_in_file = SignInFile::new(&server.data_dir);
+        let sign_in_file = SignInFile::new(&server.data_dir);
         if !args.no_open {
             sign_in_file.open_browser(&server.running, START_PAGE);
         }
@@ -367,7 +367,7 @@ impl Server {
     /// # Errors
     /// The server failed in the meantime.
     pub(crate) async fn stop(self) -> anyhow::Result<()> {
-        access::forget_address(&self.data_dir, self.running.address());
+        access::forget_address(&self.data_dir);
         if let Some(agent) = self.agent {
             agent.stop().await;
         }

@@ -25,7 +25,7 @@ use lockstep_protocol::{
     agent::StartAttempt,
     dataset::{default_validation, held_out_share},
     numbers::{accuracy_of, plural},
-    spec::{SpecError, Validation, apply_set},
+    spec::{Validation, apply_set},
 };
 use lockstep_worker::{
     checkpoint,
@@ -390,15 +390,7 @@ fn read_spec(args: &Args, started_ranks: &StartedRanks) -> anyhow::Result<(JobSp
     if document.get("sweep").is_some_and(|sweep| !sweep.is_null()) {
         return Err(usage_error(format!("{job} is a sweep, which needs a server: `lockstep submit {job}`")));
     }
-    let spec = job_file::parse(&document).map_err(|mut mistakes| {
-        let is_missing =
-            |m: &&mut SpecError| m.pointer == "/data/dataset" && m.detail.starts_with("is missing");
-        if let Some(missing) = mistakes.iter_mut().find(is_missing) {
-            // Without a server, no dataset has a name.
-            missing.detail = "is missing: give the path of a dataset".into();
-        }
-        job_file::mistakes_error(&args.job, &mistakes)
-    })?;
+    let spec = job_file::check(&args.job, &document)?;
     let gives_validation = document.pointer("/data/validation").is_some_and(|value| !value.is_null());
     Ok((spec, gives_validation))
 }

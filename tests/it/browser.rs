@@ -149,12 +149,10 @@ async fn the_opened_file_signs_a_browser_in_once() {
         })
         .await;
     assert!(!serve.output().contains(&link), "the printed link differs");
-    assert!(serve.page().exists(), "the file exists until it is used");
     let client = client_without_redirects();
     let signed_in = client.get(&link).send().await.expect("a response");
     assert_eq!(signed_in.status(), 303, "{link}");
     assert!(signed_in.headers().contains_key("set-cookie"));
-    serve.until("the file is deleted", || !serve.page().exists()).await;
     assert_eq!(client.get(&link).send().await.expect("a response").status(), 401, "the link was used");
     let output = serve.output();
     let printed = output.lines().find_map(|line| line.trim().strip_prefix("sign in: ")).expect("a link");
@@ -168,12 +166,12 @@ async fn the_opened_file_signs_a_browser_in_once() {
 }
 
 #[tokio::test]
-async fn unused_sign_in_files_are_removed_at_the_end_or_the_next_start() {
+async fn sign_in_files_are_removed_at_the_end_or_the_next_start() {
     let mut serve = Started::serve(ON_TERMINAL, Some("WAYLAND_DISPLAY"), &[]);
     serve.opened_url().await;
     assert!(serve.page().exists());
     serve.end().await;
-    assert!(!serve.page().exists(), "the file of an unused link is deleted");
+    assert!(!serve.page().exists(), "the file is deleted");
     serve.close_browser();
     // A file is left, as after SIGKILL.
     serve.folder.write("data/sign-in.html", "of a server that was killed");
@@ -231,7 +229,6 @@ async fn the_demo_opens_a_browser() {
     let response = client_without_redirects().get(&link).send().await.expect("a response");
     let page = response.headers().get("location").and_then(|page| page.to_str().ok()).unwrap_or_default();
     assert!(response.status() == 303 && page.starts_with("/jobs/j"), "the link opens the job: {page}");
-    demo.until("the file is deleted", || !demo.page().exists()).await;
     demo.end().await;
     demo.close_browser();
 }

@@ -91,7 +91,7 @@ async fn a_job_is_run_from_a_shell_from_dataset_to_download() {
         assert_eq!(printed.ok(), on_disk.expect("the rank's log"), "rank {rank}");
     }
     for (option, words) in
-        [("--rank", "has no rank 2; it has ranks 0 to 1"), ("--attempt", "it has only attempt 1")]
+        [("--rank", "has no rank 2; its ranks are 0 to 1"), ("--attempt", "it has 1 attempt")]
     {
         server.cli(&["logs", id, option, "2"]).assert_usage_error(&[option, words]);
     }

@@ -64,9 +64,9 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
     assert_eq!(response[0]["job"], "tuned", "{response}");
 
     // Unknown names, and a job whose checkpoint is registered.
-    server
-        .cli(&["evaluate", "models:/shoes@nobody"])
-        .assert_usage_error(&["has no alias \"nobody\"; its aliases are champion (version 2)"]);
+    server.cli(&["evaluate", "models:/shoes@nobody"]).assert_usage_error(&[
+        "has no alias \"nobody\"; `lockstep model show shoes` shows its versions and aliases",
+    ]);
     server
         .cli(&["evaluate", "models:/shoos@champion"])
         .assert_usage_error(&["no model is called shoos; did you mean \"shoes\"?"]);

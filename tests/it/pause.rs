@@ -92,7 +92,7 @@ async fn a_waiting_job_is_paused_immediately() {
         format!("2 jobs are called second; the newest that this command can use is taken: {second}, paused");
     assert!(resumed.stderr.contains(&note), "{}", resumed.stderr);
     server.wait_for_success(&second).await;
-    // Commands that need a checkpoint use the newest job that has one.
+    // Commands that need a checkpoint use the newest job that has trained.
     let downloaded = server.cli(&["download", "second", "-o", "second.safetensors"]);
     downloaded.ok();
     let note = format!(

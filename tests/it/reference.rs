@@ -72,10 +72,9 @@ fn help_explains_commands_and_the_job_file() {
     let key = program(&["help", "job", "train.lr"]);
     assert!(key.ok().starts_with("  train.lr = ") && key.stdout.lines().count() < 6, "{}", key.stdout);
     program(&["help", "job", "train.lrr"]).assert_usage_error(&["no section or key", "train.lr"]);
-    program(&["help", "train.lr"]).assert_usage_error(&["`lockstep help job train.lr`"]);
-    program(&["help", "submitt"]).assert_usage_error(&["no command", "did you mean \"submit\""]);
-    program(&["help", "rank"]).assert_usage_error(&["no command"]);
-    program(&["help", "dataset", "ad"]).assert_usage_error(&["did you mean \"add\""]);
+    assert_eq!(program(&["help", "train.lr"]).ok(), key.ok());
+    program(&["help", "submitt"]).assert_usage_error(&["unrecognized subcommand 'submitt'", "'submit'"]);
+    program(&["help", "dataset", "ad"]).assert_usage_error(&["unrecognized subcommand 'ad'", "'add'"]);
 }
 
 #[tokio::test]

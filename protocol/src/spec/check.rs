@@ -228,7 +228,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     let has_valid_mode = errors.iter().all(|error| error.pointer != "/parallel/mode");
     let errors = &mut Mistakes(errors);
     if spec.data.dataset.trim().is_empty() {
-        errors.add("/data/dataset", "is missing: give a registered dataset's name (`lockstep dataset list`)");
+        errors.add("/data/dataset", "is missing: give a registered dataset's name (`lockstep dataset list`), or on the command line a path");
     }
     if spec.train.recipe == Some(Recipe::Finetune) && spec.model.pretrained.is_none() {
         let arch = spec.model.arch.as_str();

@@ -59,12 +59,6 @@ impl Running {
         Ok(format!("{url}/login?code={}&next={page}", self.auth.access.codes.make(ADMIN_TOKEN.0, None)?))
     }
 
-    /// Whether a link of [`Running::login_link`] can still sign a browser in.
-    pub fn is_valid_link(&self, link: &str) -> bool {
-        let code = link.split_once("/login?code=").and_then(|(_, rest)| rest.split('&').next());
-        code.is_some_and(|code| self.auth.access.codes.has(code))
-    }
-
     /// Makes sure that the file `path` has a token with which only this agent may join. Returns false if no token is needed.
     ///
     /// # Errors

@@ -19,9 +19,8 @@ pub fn keep_files_private() {
 }
 
 /// Names of the files and folders that a server, its agent and its database create in a data directory.
-const SERVER_FILES: [&str; 13] = [
+const SERVER_FILES: [&str; 12] = [
     "address",
-    "last-listen",
     "jobs",
     "agent",
     "ca",

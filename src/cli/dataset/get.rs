@@ -7,7 +7,7 @@ use super::{
     register_as,
 };
 use crate::cli::{api::ServerArgs, block_on, file::partial_path, output, usage_error};
-use anyhow::anyhow;
+use anyhow::{Context as _, anyhow};
 use flate2::read::GzDecoder;
 use indicatif::ProgressBar;
 use lockstep_worker::tls;
@@ -45,8 +45,8 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 1 if the URL cannot be reached, 2 if a file has wrong content.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    let known = KNOWN.into_iter().find(|known| known.name == args.name);
-    let known = known.ok_or_else(|| usage_error(format!("no dataset {} is known", args.name)))?;
+    let known =
+        KNOWN.into_iter().find(|known| known.name == args.name).context("clap accepts only known names")?;
     let folder = args.to.clone().unwrap_or_else(|| Path::new("datasets").join(known.name));
     // Removes a trailing slash.
     let folder: PathBuf = folder.components().collect();

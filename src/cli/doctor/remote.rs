@@ -1,16 +1,19 @@
 //! A machine with `lockstep doctor --peer` at the other end of an SSH connection.
 
 use super::{
-    super::launch::{Host, quote, ssh},
+    super::{
+        file,
+        launch::{Host, quote, ssh},
+    },
     peer::{Greeting, LINE_BYTES, PeerMessage, Start},
 };
 use std::{
-    io::{BufRead as _, BufReader, Read, Write as _},
+    io::{BufRead as _, BufReader, Read as _, Write as _},
     process::{Child, ChildStdin, Command, Stdio},
     sync::mpsc::{Receiver, RecvTimeoutError, channel},
-    thread::JoinHandle,
     time::{Duration, Instant},
 };
+use tempfile::NamedTempFile;
 
 /// Time limit for ssh to connect, with keys and a login shell.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(40);
@@ -18,15 +21,13 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(40);
 const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time for processes to exit before they are killed.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(3);
-/// Maximum size of ssh's standard error that is stored.
-const MAX_STDERR_BYTES: u64 = 64 << 10;
 
 pub(super) struct Remote {
     child: Child,
     stdin: Option<ChildStdin>,
     lines: Receiver<String>,
-    /// Reads what the process writes to standard error.
-    stderr_reader: Option<JoinHandle<String>>,
+    /// The process's standard error.
+    stderr: NamedTempFile,
 }
 
 /// The reason why a machine sent no description, and the version of Lockstep on the machine if it is known.
@@ -83,13 +84,13 @@ impl Remote {
 
     /// Starts a command, and exchanges messages over the standard input and output of the command.
     pub(super) fn run(mut command: Command) -> std::io::Result<Self> {
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let stderr = NamedTempFile::new()?;
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(stderr.reopen()?);
         let mut child = command.spawn()?;
-        let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+        let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
         let (sender, lines) = channel();
-        let thread = |name: &str| std::thread::Builder::new().name(name.into());
         if let Some(stdout) = stdout {
-            thread("remote").spawn(move || {
+            std::thread::Builder::new().name("remote".into()).spawn(move || {
                 let mut stdout = BufReader::new(stdout);
                 loop {
                     let mut bytes = Vec::new();
@@ -103,17 +104,7 @@ impl Remote {
                 }
             })?;
         }
-        let stderr_reader = stderr.map(|stderr| {
-            thread("stderr").spawn(move || {
-                let mut bytes = Vec::new();
-                let mut stderr = stderr;
-                let _ = (&mut stderr).take(MAX_STDERR_BYTES).read_to_end(&mut bytes);
-                // The pipe must be read to its end. Otherwise the program blocks when the pipe is full.
-                let _ = std::io::copy(&mut stderr, &mut std::io::sink());
-                String::from_utf8_lossy(&bytes).into_owned()
-            })
-        });
-        Ok(Self { child, stdin, lines, stderr_reader: stderr_reader.transpose()? })
+        Ok(Self { child, stdin, lines, stderr })
     }
 
     /// Sends a message. [`Self::wait_for_response`] waits for the response to an order.
@@ -167,8 +158,7 @@ impl Remote {
     /// Returns the last line that ssh or the machine's program wrote to standard error.
     fn last_line(&mut self) -> String {
         self.wait_or_kill(EXIT_TIMEOUT);
-        let stderr = self.stderr_reader.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
-        stderr.lines().rev().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default().to_owned()
+        file::last_line(self.stderr.path())
     }
 
     /// Waits for the process to exit. Kills it after the time limit.

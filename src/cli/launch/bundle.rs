@@ -6,20 +6,9 @@ use lockstep_protocol::{JobId, numbers::plural, spec::Device};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, path::PathBuf};
 
-/// Maximum size of a bundle: 256 nodes with a few hundred bytes of environment variables each, and a CA file.
+/// Maximum size of a bundle: 256 nodes with a few hundred bytes of environment variables each, and a CA file. Also the limit of a Secret
+/// in Kubernetes.
 pub(super) const BUNDLE_BYTES: u64 = 1 << 20;
-
-/// The maximum size of a bundle for one way to pass it, and the advice with which the error for a larger bundle ends.
-pub(super) struct Limit {
-    pub(super) bytes: u64,
-    pub(super) advice: &'static str,
-}
-
-/// The limit of a bundle on standard input or in a file.
-pub(super) const AGENT_LIMIT: Limit = Limit {
-    bytes: BUNDLE_BYTES,
-    advice: "an agent accepts at most 1 MiB: start fewer machines, or give a smaller --ca-file",
-};
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Bundle {
@@ -40,18 +29,18 @@ impl Bundle {
     /// Returns the bundle as JSON.
     ///
     /// # Errors
-    /// Exit status 2 if the text exceeds the limit.
-    pub(super) fn to_json(&self, limit: &Limit) -> anyhow::Result<String> {
+    /// Exit status 2 if the text has more than `max_bytes` bytes, the limit of the way in which the launcher passes the bundle.
+    pub(super) fn to_json(&self, max_bytes: u64) -> anyhow::Result<String> {
         let text = serde_json::to_string(self)?;
-        if text.len() as u64 <= limit.bytes {
+        if text.len() as u64 <= max_bytes {
             return Ok(text);
         }
         let agents = plural(self.nodes.len() as u64, "agent");
-        let ca = self.ca.as_ref().map_or(0, String::len);
-        let ca_note = if ca > 0 { format!(", {ca} of them from --ca-file") } else { String::new() };
-        let (size, advice) = (text.len(), limit.advice);
+        let (size, ca) = (text.len(), self.ca.as_ref().map_or(0, String::len));
         Err(usage_error(format!(
-            "the bundle (addresses and tokens) for {agents} has {size} bytes{ca_note}, and {advice}"
+            "the bundle (addresses and tokens) for {agents} has {size} bytes, {ca} of them from --ca-file, and this launcher can pass at \
+             most {} KiB to agents: start fewer machines, or give a smaller --ca-file (--with ssh passes to each agent only its own part)",
+            max_bytes >> 10
         )))
     }
 }
@@ -75,11 +64,11 @@ pub(super) struct Node {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+mod tests {
     use super::*;
 
-    /// Checks that a bundle of `max_bytes` bytes is accepted, and that one byte more gives an error whose text contains `phrases`.
-    pub(in crate::cli::launch) fn assert_max(max_bytes: usize, limit: &Limit, phrases: &[&str]) {
+    #[test]
+    fn a_bundle_beyond_its_limit_is_refused() {
         let bundle = |bytes: usize| {
             let mut bundle = Bundle {
                 server: "http://head:7070".into(),
@@ -93,16 +82,11 @@ pub(super) mod tests {
             bundle.ca = Some("c".repeat(bytes - bytes_without_ca));
             bundle
         };
-        assert_eq!(bundle(max_bytes).to_json(limit).expect("it fits").len(), max_bytes);
-        let size = max_bytes + 1;
-        let message = bundle(size).to_json(limit).expect_err("it is one byte too long").to_string();
-        assert!(
-            message
-                .starts_with(&format!("the bundle (addresses and tokens) for 0 agents has {size} bytes, ")),
-            "{message}"
-        );
-        for phrase in phrases.iter().chain(&["of them from --ca-file", "a smaller --ca-file"]) {
-            assert!(message.contains(phrase), "{phrase:?} is not in {message:?}");
+        let max_bytes = 120 << 10;
+        assert_eq!(bundle(max_bytes).to_json(max_bytes as u64).unwrap().len(), max_bytes);
+        let message = bundle(max_bytes + 1).to_json(max_bytes as u64).unwrap_err().to_string();
+        for words in ["for 0 agents has 122881 bytes, ", "of them from --ca-file", "at most 120 KiB"] {
+            assert!(message.contains(words), "{words:?} is not in {message:?}");
         }
     }
 }

@@ -1,11 +1,10 @@
 //! Follows a launch whose agents depend on processes of this machine (ssh, mpirun), until the job ends.
 
 use super::{
-    super::{WrongRequest, api::Outage, output, usage_error, watch},
+    super::{WrongRequest, api::Outage, file, output, usage_error, watch},
     Launch, LaunchDetached,
     uploads::{Agents, AgentsEnd},
 };
-use lockstep_host::files;
 use lockstep_protocol::{Job, JobState};
 use serde_json::Value;
 use std::{
@@ -18,8 +17,6 @@ use std::{
 
 /// Interval between two checks of processes and of the server.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// Number of bytes at the end of a log in which [`LauncherProcess::last_line`] searches.
-const TAIL_BYTES: u64 = 4096;
 
 /// A process on which agents depend. It has its own process group and writes into a file, so Ctrl-C ends only this command.
 pub(super) struct LauncherProcess {
@@ -62,21 +59,15 @@ impl LauncherProcess {
         if self.status.is_some() || self.is_running() {
             return None;
         }
-        self.status.map(|status| (status, (self.explain)(&self.label, status, &self.last_line())))
+        let last = Some(file::last_line(&self.log)).filter(|last| !last.is_empty());
+        let last = last.unwrap_or_else(|| "it wrote nothing".into());
+        self.status.map(|status| (status, (self.explain)(&self.label, status, &last)))
     }
 
     /// Whether the process has not exited. [`LauncherProcess::take_exit`] does not return an exit that this call has seen.
     fn is_running(&mut self) -> bool {
         self.status = self.status.or_else(|| self.child.try_wait().ok().flatten());
         self.status.is_none()
-    }
-
-    /// Returns the last line of the process's log.
-    fn last_line(&self) -> String {
-        let bytes = files::read_end(&self.log, TAIL_BYTES);
-        let text = String::from_utf8_lossy(&bytes);
-        let last = text.lines().rev().map(str::trim).find(|line| !line.is_empty());
-        last.unwrap_or("it wrote nothing").to_owned()
     }
 }
 

@@ -46,7 +46,9 @@ fn parse(text: &str) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     for (number, line) in (1..).zip(text.lines()) {
         let with_line = |e: String| format!("line {number}: {e}");
-        if let [name, rest @ ..] = &split_words(line).map_err(with_line)?[..] {
+        // Words in a shell's syntax, in which `#` begins a comment.
+        let words = shlex::split(line).ok_or_else(|| with_line("a quotation mark is not closed".into()))?;
+        if let [name, rest @ ..] = &words[..] {
             parse_line(name, rest).and_then(|host| add(&mut hosts, host)).map_err(with_line)?;
         }
     }
@@ -167,34 +169,6 @@ fn check_name(name: &str) -> Result<String, String> {
             "{name:?} is not a machine's name or address (at most {MAX_NAME_BYTES} letters, digits and characters of -_.@:[]%)"
         ))
     }
-}
-
-/// Splits a line at spaces. Double quotes keep spaces in a word, and `#` begins a comment.
-fn split_words(line: &str) -> Result<Vec<String>, String> {
-    let mut words = Vec::new();
-    let (mut word, mut is_word, mut is_quoted) = (String::new(), false, false);
-    for c in line.chars() {
-        match c {
-            '"' => (is_quoted, is_word) = (!is_quoted, true),
-            '#' if !is_quoted && !is_word => break,
-            c if c.is_whitespace() && !is_quoted => {
-                if std::mem::take(&mut is_word) {
-                    words.push(std::mem::take(&mut word));
-                }
-            }
-            c => {
-                word.push(c);
-                is_word = true;
-            }
-        }
-    }
-    if is_quoted {
-        return Err("a quotation mark is not closed".into());
-    }
-    if is_word {
-        words.push(word);
-    }
-    Ok(words)
 }
 
 #[cfg(test)]

@@ -3,7 +3,6 @@
 
 mod cluster;
 mod objects;
-mod observe;
 mod steer;
 mod template;
 mod words;
@@ -206,7 +205,7 @@ async fn create(
             }
         }
         if template.queue().is_none() {
-            cluster.change(name, steer::unsuspend).await?;
+            cluster.patch_job(name, &steer::suspend_patch(false)).await?;
         }
         anyhow::Ok(())
     };

@@ -3,18 +3,14 @@
 
 use super::{
     Args, Launch,
-    bundle::Limit,
     follow::{LauncherProcess, follow},
     hosts::Host,
     node::BUNDLE_VARIABLE,
 };
 use std::process::{Command, ExitStatus};
 
-/// The limit of a bundle in an environment variable, for which the kernel allows 128 KiB.
-const LIMIT: Limit = Limit {
-    bytes: 120 << 10,
-    advice: "mpirun can pass at most 120 KiB to agents: start fewer machines, give a smaller --ca-file, or use --with ssh",
-};
+/// Maximum size of a bundle in an environment variable, for which the kernel allows 128 KiB.
+const MAX_BYTES: u64 = 120 << 10;
 
 /// Returns the command, without the environment variable for the bundle.
 pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
@@ -31,7 +27,7 @@ pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
 /// # Errors
 /// The bundle is too long. Also see [`follow`].
 pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
-    let text = launch.bundle.to_json(&LIMIT)?;
+    let text = launch.bundle.to_json(MAX_BYTES)?;
     let mut command = command(&launch.args, &launch.hosts);
     command.env(BUNDLE_VARIABLE, text).env_remove("LOCKSTEP_TOKEN");
     let log = launch.create_folder()?.join("mpirun.log");
@@ -41,14 +37,4 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
 
 fn explain(_: &str, status: ExitStatus, last: &str) -> String {
     if status.success() { "mpirun has ended".into() } else { format!("mpirun ended ({status}): {last}") }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::bundle::tests::assert_max;
-
-    #[test]
-    fn a_bundle_larger_than_120_kib_is_refused() {
-        assert_max(120 << 10, &super::LIMIT, &["mpirun can pass at most 120 KiB", "or use --with ssh"]);
-    }
 }

@@ -4,7 +4,7 @@
 use super::{
     super::{output, usage_error},
     Args, Launch, MAX_SLOTS,
-    bundle::{AGENT_LIMIT, Bundle},
+    bundle::{BUNDLE_BYTES, Bundle},
     follow::{follow_until_over, read_job},
     format_command,
     hosts::Host,
@@ -172,7 +172,7 @@ pub(super) fn agents_in(state: &str) -> Agents {
 /// # Errors
 /// Exit status 2 if the file cannot be written.
 pub(super) fn write_bundle(path: &Path, bundle: &Bundle) -> anyhow::Result<()> {
-    write_private(path, bundle.to_json(&AGENT_LIMIT)?.as_bytes())
+    write_private(path, bundle.to_json(BUNDLE_BYTES)?.as_bytes())
         .map_err(|e| usage_error(format!("--dir: {}: {e}", path.display())))
 }
 
@@ -209,10 +209,12 @@ pub(super) fn cancel(id: &str) {
     let _ = Command::new("scancel").arg(id).status();
 }
 
-/// Returns the output of `squeue` about Slurm's job, which is empty if Slurm no longer has the job. `None` if the controller does not
-/// respond.
+/// Returns the output of `squeue` about Slurm's job, which is empty if the job has ended. `None` if the controller does not respond.
 fn squeue(id: &str, options: &[&str]) -> Option<String> {
-    let printed = Command::new("squeue").args(["-h", "-t", "all", "-j", id]).args(options).output().ok()?;
+    // By default, squeue lists only jobs that have not ended.
+    let mut command = Command::new("squeue");
+    command.args(["-h", "-j", id]).args(options).env_remove("SQUEUE_STATES");
+    let printed = command.output().ok()?;
     if !printed.status.success() {
         return String::from_utf8_lossy(&printed.stderr).contains("Invalid job id").then(String::new);
     }
@@ -223,25 +225,7 @@ fn squeue(id: &str, options: &[&str]) -> Option<String> {
 /// existing.
 fn unfinished_state(id: &str) -> Option<String> {
     let text = squeue(id, &["-o", "%T (%r)"]).unwrap_or_else(|| "UNKNOWN".into());
-    if text.is_empty() || is_over(&text) { None } else { Some(text) }
-}
-
-/// Whether a state of `squeue` is final.
-fn is_over(state: &str) -> bool {
-    let final_states = [
-        "COMPLETED",
-        "CANCELLED",
-        "FAILED",
-        "TIMEOUT",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "BOOT_FAIL",
-        "DEADLINE",
-        "PREEMPTED",
-        "REVOKED",
-        "LAUNCH_FAILED",
-    ];
-    final_states.contains(&state.split(' ').next().unwrap_or_default())
+    Some(text).filter(|text| !text.is_empty())
 }
 
 /// Returns the states and reasons of an array's unfinished tasks, by index, or `None` if the controller does not respond.
@@ -251,7 +235,7 @@ pub(super) fn unfinished_tasks(id: &str) -> Option<BTreeMap<usize, String>> {
         let (index, state) = line.trim().split_once(' ')?;
         Some((index.parse().ok()?, state.to_owned()))
     };
-    Some(text.lines().filter_map(task).filter(|(_, state)| !is_over(state)).collect())
+    Some(text.lines().filter_map(task).collect())
 }
 
 /// Prints the states of Slurm's job. Returns an error when Slurm's job has ended and Lockstep's job is not over.

@@ -2,7 +2,7 @@
 
 use super::{
     Args, Bundle, Launch,
-    bundle::AGENT_LIMIT,
+    bundle::BUNDLE_BYTES,
     follow::{LauncherProcess, follow},
     hosts::Host,
     quote,
@@ -45,7 +45,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
         let bundle = Bundle { nodes: vec![node.clone()], ..launch.bundle.clone() };
         let log = folder.join(format!("{}.log", node.name));
         let command = command(&launch.args, host);
-        let text = bundle.to_json(&AGENT_LIMIT)?;
+        let text = bundle.to_json(BUNDLE_BYTES)?;
         processes.push(LauncherProcess::start(&host.name, command, text.as_bytes(), &log, explain)?);
     }
     follow(launch, processes).await

@@ -65,27 +65,17 @@ fn errors_name_the_field() {
     };
     for (pointer, value, message) in [
         ("/status", json!("initializing"), "status: is \"initializing\""),
-        ("/server_count", json!("3"), "server_count: is 3, but server_list has 2"),
-        ("/server_count", json!("two"), "server_count: is \"two\""),
-        ("/server_list", json!({}), "server_list: must be a list"),
-        (
-            "/server_list/1/server_id",
-            json!("10.0.0.1"),
-            "server_list[1].server_id: 10.0.0.1 is in the list twice",
-        ),
+        ("/server_list", json!({}), "server_list: invalid type: map, expected a sequence"),
         ("/server_list/1/server_id", json!("-oProxyCommand=x"), "server_list[1].server_id: must be"),
         ("/server_list/1/server_id", json!("a b"), "server_list[1].server_id: must be"),
-        ("/server_list/0/device", json!(7), "server_list[0].device: must be a list"),
-        (
-            "/server_list/0/device/1/rank_id",
-            json!("0"),
-            "server_list[0].device[1].rank_id: rank 0 is at server_list[0].device[0]",
-        ),
+        ("/server_list/0/device", json!(7), "server_list[0].device: invalid type: integer `7`"),
+        ("/server_list/0/device/1/rank_id", json!("0"), "rank_id: rank 0 is in the table twice"),
         (
             "/server_list/0/device/1/device_id",
             json!(0),
-            "server_list[0].device[1].device_id: device 0 of 10.0.0.1",
+            "device_id: device 0 of 10.0.0.1 is in the table twice",
         ),
+        ("/server_list/1/device/0", json!({}), "server_list[1].device[0]: missing field `rank_id`"),
         ("/server_list/0/device/1/rank_id", json!("-1"), "server_list[0].device[1].rank_id: is \"-1\""),
         ("/server_list/0/device/1/rank_id", json!(1.5), "server_list[0].device[1].rank_id: is 1.5"),
         ("/server_list/1/device/1/rank_id", json!(9), "rank 3 is missing"),
@@ -94,20 +84,20 @@ fn errors_name_the_field() {
         assert!(error.contains(message), "{pointer}: {error}");
     }
     assert!(parse(&json!({})).unwrap_err().contains("neither server_list nor group_list"));
-    assert!(parse(&json!({ "server_list": [] })).unwrap_err().contains("no device"));
+    assert!(parse(&json!({ "server_list": [] })).unwrap_err().contains("has 0 devices"));
     let mut table = groups(2, 2);
     table["group_list"][0]["instance_list"][1]["devices"] = json!([]);
-    assert!(parse(&table).unwrap_err().contains("group_list[0].instance_list[1].devices: has 0 devices"));
-    table["group_list"][0]["instance_count"] = json!("8");
-    assert!(parse(&table).unwrap_err().contains("group_list[0].instance_count: is 8"));
-    assert!(RankTable::parse(b"{").unwrap_err().contains("not JSON"));
+    assert!(parse(&table).unwrap_err().contains("group_list[0].instance_list[1].devices: invalid length 0"));
+    assert!(RankTable::parse(b"{").unwrap_err().contains("EOF"));
 }
 
 #[test]
 fn a_table_with_too_many_devices_or_bytes_is_refused() {
     let max = MAX_DEVICES as u32;
     assert_eq!(parse(&servers(2, max / 2)).unwrap().world_size(), max);
-    assert!(parse(&servers(1, max + 1)).unwrap_err().contains("at most 4096 devices"));
+    assert!(
+        parse(&servers(1, max + 1)).unwrap_err().contains("has 4097 devices; a rank table has 1 to 4096")
+    );
     let with_name = |bytes: usize| {
         let mut table = servers(1, 2);
         table["server_list"][0]["server_id"] = json!("a".repeat(bytes));

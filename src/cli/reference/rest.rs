@@ -75,7 +75,7 @@ fn add_call(text: &mut String, method: &str, path: &str, call: &Value, shared: &
             [
                 format!("`{}`", parameter["name"].as_str().unwrap_or_default()),
                 format!("{}{optional}", parameter["in"].as_str().unwrap_or_default()),
-                describe(&parameter["schema"]),
+                type_in_words(&parameter["schema"]),
                 prose(&parameter["description"]),
             ]
         })
@@ -98,7 +98,7 @@ fn add_call(text: &mut String, method: &str, path: &str, call: &Value, shared: &
 
 /// Returns the types of a body, each with its media type.
 fn describe_body(body: &Value) -> String {
-    let kinds = entries(&body["content"]).map(|(media, content)| match describe(&content["schema"]) {
+    let kinds = entries(&body["content"]).map(|(media, content)| match type_in_words(&content["schema"]) {
         kind if kind.is_empty() => format!("`{media}`"),
         kind => format!("{kind} (`{media}`)"),
     });
@@ -115,13 +115,13 @@ fn add_type(text: &mut String, name: &str, schema: &Value) {
     let fields: Vec<_> = entries(&schema["properties"])
         .map(|(field, schema)| {
             let optional = if required.contains(&field.as_str()) { "" } else { ", optional" };
-            [format!("`{field}`"), format!("{}{optional}", describe(schema)), meaning(schema)]
+            [format!("`{field}`"), format!("{}{optional}", type_in_words(schema)), meaning(schema)]
         })
         .collect();
     if let Some((tag, rows)) = variants(schema) {
         text.push_str(&table([format!("`{tag}`").as_str(), "other fields", "meaning"], &rows));
     } else if fields.is_empty() {
-        let _ = writeln!(text, "{}.", describe(schema));
+        let _ = writeln!(text, "{}.", type_in_words(schema));
     } else {
         text.push_str(&table(["field", "type", "meaning"], &fields));
     }
@@ -138,12 +138,12 @@ fn variants(schema: &Value) -> Option<(&str, Vec<[String; 3]>)> {
         let (name, value) = fields.find(|(_, field)| is_tag(field))?;
         tag = name;
         let describe_fields = |part: &Value| -> Vec<String> {
-            let Some(fields) = part["properties"].as_object() else { return vec![describe(part)] };
+            let Some(fields) = part["properties"].as_object() else { return vec![type_in_words(part)] };
             let others = fields.iter().filter(|(name, _)| name.as_str() != tag);
-            others.map(|(name, field)| format!("`{name}`: {}", describe(field))).collect()
+            others.map(|(name, field)| format!("`{name}`: {}", type_in_words(field))).collect()
         };
         let others: Vec<_> = parts.iter().flat_map(describe_fields).collect();
-        rows.push([describe(value), others.join("; "), meaning(variant)]);
+        rows.push([type_in_words(value), others.join("; "), meaning(variant)]);
     }
     Some((tag, rows))
 }
@@ -159,14 +159,14 @@ fn meaning(schema: &Value) -> String {
 }
 
 /// Describes a schema in words, with links to named types.
-fn describe(schema: &Value) -> String {
+fn type_in_words(schema: &Value) -> String {
     if let Some(name) = schema["$ref"].as_str().and_then(|path| path.rsplit('/').next()) {
         return format!("[{name}](#{})", name.to_lowercase());
     }
     if let Some(choices) =
         schema["oneOf"].as_array().or(schema["allOf"].as_array()).or(schema["anyOf"].as_array())
     {
-        let mut named: Vec<_> = choices.iter().map(describe).filter(|kind| !kind.is_empty()).collect();
+        let mut named: Vec<_> = choices.iter().map(type_in_words).filter(|kind| !kind.is_empty()).collect();
         named.dedup();
         return named.join(" or ");
     }
@@ -175,8 +175,8 @@ fn describe(schema: &Value) -> String {
             words.iter().map(|word| format!("`{}`", word.as_str().unwrap_or_default())).collect();
         return words.join(", ");
     }
-    let describe_kind = |kind: &str| match kind {
-        "array" => match describe(&schema["items"]) {
+    let kind_in_words = |kind: &str| match kind {
+        "array" => match type_in_words(&schema["items"]) {
             items if items.is_empty() => "list".to_owned(),
             items => format!("list of {items}"),
         },
@@ -186,7 +186,8 @@ fn describe(schema: &Value) -> String {
         "boolean" => "true or false".into(),
         "object" => match schema["properties"].as_object() {
             Some(fields) if !fields.is_empty() => {
-                let named = fields.iter().map(|(field, schema)| format!("`{field}`: {}", describe(schema)));
+                let named =
+                    fields.iter().map(|(field, schema)| format!("`{field}`: {}", type_in_words(schema)));
                 format!("object of {}", named.collect::<Vec<_>>().join("; "))
             }
             _ => "object".into(),
@@ -194,9 +195,9 @@ fn describe(schema: &Value) -> String {
         other => other.into(),
     };
     match &schema["type"] {
-        Value::String(kind) => describe_kind(kind),
+        Value::String(kind) => kind_in_words(kind),
         Value::Array(kinds) => {
-            let kinds = kinds.iter().filter_map(Value::as_str).map(describe_kind);
+            let kinds = kinds.iter().filter_map(Value::as_str).map(kind_in_words);
             kinds.collect::<Vec<_>>().join(" or ")
         }
         _ => String::new(),

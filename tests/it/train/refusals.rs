@@ -52,7 +52,7 @@ async fn impossible_training_is_refused_with_advice() {
         .assert_fails(1, &["has one class, \"boot\": there is nothing to tell apart"]);
     for (sets, words) in [
         (&["data.dataset=/none", "train.lrr=1"][..], "lrr"),
-        (&["data.dataset="], "data.dataset: is missing: give the path of a dataset"),
+        (&["data.dataset="], "data.dataset: is missing: give a registered dataset's name"),
         (&["sweep.method=grid"], "is a sweep, which needs a server: `lockstep submit "),
     ] {
         refusal(sets).assert_fails(2, &[words]);

@@ -1,4 +1,4 @@
-//! A client for Kubernetes' API: objects as plain JSON, with retries after conflicts and while the API server is unreachable.
+//! A client for Kubernetes' API: objects as plain JSON, with retries while the API server is unreachable.
 
 use super::super::{
     super::{api::SERVER_TIMEOUT, output, usage_error, with_causes},
@@ -6,7 +6,7 @@ use super::super::{
 };
 use kube::{
     Client, Config, Error,
-    api::{Api, DeleteParams, DynamicObject, PostParams, Preconditions},
+    api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions},
     config::KubeConfigOptions,
     core::{ApiResource, GroupVersionKind},
 };
@@ -18,11 +18,9 @@ use std::{
 };
 
 /// Pauses before a request is retried.
-pub(super) const INITIAL_BACKOFF: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(10));
-/// HTTP status of a response if an object of this name exists already, or if another writer has changed the object (Conflict).
+const INITIAL_BACKOFF: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(10));
+/// HTTP status of a response if another object of this name exists already (Conflict).
 const STATUS_CONFLICT: u16 = 409;
-/// Maximum number of retries of a change after conflicts with another writer.
-const MAX_CONFLICTS: u32 = 20;
 /// Time limit for the deletion of an object, whose pods end first.
 const DELETION_TIMEOUT: Duration = Duration::from_secs(180);
 
@@ -49,8 +47,7 @@ impl Kind {
 /// Time limits of requests to a cluster.
 #[derive(Debug, Clone, Copy)]
 struct Timeouts {
-    /// Time limit for the response to a request other than a watch. If the API server's machine loses power, its connections stay open
-    /// without a response.
+    /// Time limit for a response. If the API server's machine loses power, its connections stay open without a response.
     response: Duration,
     /// Time for which requests are retried while the API server is unreachable.
     outage: Duration,
@@ -203,29 +200,15 @@ impl Cluster {
         }
     }
 
-    /// Changes a Job, and retries after a conflict with another writer. `change` edits the Job, and returns whether it has changed
-    /// anything.
+    /// Changes fields of a Job, by a JSON merge patch (RFC 7396).
     ///
     /// # Errors
     /// Kubernetes refuses the change, or the Job does not exist.
-    pub(super) async fn change(&self, name: &str, change: impl Fn(&mut Value) -> bool) -> anyhow::Result<()> {
-        let api = self.api(Kind::Job);
-        let action = format!("changing Job {name}");
-        for _ in 0..MAX_CONFLICTS {
-            let Some(mut job) = self.get(Kind::Job, name).await? else {
-                anyhow::bail!("{action}: the Job no longer exists");
-            };
-            if !change(&mut job) {
-                return Ok(());
-            }
-            let typed: DynamicObject = serde_json::from_value(job)?;
-            match self.with_retries(async || api.replace(name, &PostParams::default(), &typed).await).await {
-                Ok(_) => return Ok(()),
-                Err(Error::Api(status)) if status.code == STATUS_CONFLICT => {}
-                Err(error) => return Err(self.explain(&action, &error)),
-            }
-        }
-        anyhow::bail!("{action}: other programs change the Job at the same time; try again")
+    pub(super) async fn patch_job(&self, name: &str, change: &Value) -> anyhow::Result<()> {
+        let (api, patch) = (self.api(Kind::Job), Patch::Merge(change));
+        let patched =
+            self.with_retries(async || api.patch(name, &PatchParams::default(), &patch).await).await;
+        patched.map(drop).map_err(|e| self.explain(&format!("changing Job {name}"), &e))
     }
 
     /// Deletes an object after its dependents (foreground deletion). Keeps an object with the same name and another UID.
@@ -276,7 +259,7 @@ pub(super) fn is_retryable(error: &Error) -> bool {
     match error {
         // A server that is starting, stopping or overloaded.
         Error::Api(status) => status.code == 429 || status.code >= 500,
-        Error::HyperError(_) | Error::Service(_) | Error::ReadEvents(_) => true,
+        Error::HyperError(_) | Error::Service(_) => true,
         _ => false,
     }
 }

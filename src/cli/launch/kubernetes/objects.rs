@@ -2,7 +2,7 @@
 
 use super::{
     super::{
-        bundle::{Bundle, Limit},
+        bundle::{BUNDLE_BYTES, Bundle},
         hosts::Host,
     },
     template::{BUNDLE_FILE, Template},
@@ -23,11 +23,6 @@ pub(super) const SUSPENDED_ANNOTATION: &str = "lockstep/suspended";
 const TTL_SECS: u32 = 3600;
 /// Maximum length of a name. Pods are called `NAME-INDEX`, which has at most 63 characters.
 const NAME_CHARS: usize = 30;
-/// The limit of a Secret in Kubernetes.
-const SECRET_LIMIT: Limit = Limit {
-    bytes: 1 << 20,
-    advice: "a Secret of Kubernetes may have at most 1 MiB: start fewer pods, or give a smaller --ca-file",
-};
 
 /// Returns the name of a job's objects: `lockstep-`, the valid characters of the job's name, and the end of its id.
 pub(super) fn object_name(id: &str, name: &str) -> String {
@@ -136,7 +131,7 @@ impl Plan<'_> {
         let mut metadata = self.metadata();
         set_owner(&mut metadata, owner);
         let data = match bundle {
-            Some(bundle) => json!({BUNDLE_FILE: bundle.to_json(&SECRET_LIMIT)?}),
+            Some(bundle) => json!({BUNDLE_FILE: bundle.to_json(BUNDLE_BYTES)?}),
             None => json!({}),
         };
         Ok(json!({
@@ -157,12 +152,6 @@ fn set_owner(metadata: &mut Value, owner: Option<&Value>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::launch::bundle::tests::assert_max;
-
-    #[test]
-    fn a_secret_larger_than_a_mebibyte_is_refused() {
-        assert_max(1 << 20, &SECRET_LIMIT, &["a Secret of Kubernetes may have at most 1 MiB", "fewer pods"]);
-    }
 
     #[test]
     fn names_are_dns_labels_with_space_for_an_index() {

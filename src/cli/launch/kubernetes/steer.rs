@@ -3,19 +3,16 @@
 use super::{
     super::{super::output, Launch, follow::read_job, uploads::UploadStatus},
     POLL_INTERVAL,
-    cluster::{Cluster, Kind},
+    cluster::{Cluster, Kind, is_retryable, to_json},
     objects::SUSPENDED_ANNOTATION,
-    observe::{Observation, observe},
     words,
 };
-use kube::api::ListParams;
+use kube::{Error, api::ListParams};
 use lockstep_protocol::JobState;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
-use tokio::{sync::mpsc, time::Instant};
+use tokio::time::sleep;
 
-/// Maximum number of changes that wait to be handled.
-const BACKLOG: usize = 64;
 /// Maximum number of printed messages that are remembered. A remembered message is not printed again.
 const MAX_REMEMBERED: usize = 4096;
 
@@ -26,35 +23,20 @@ pub(super) async fn wait_for_early_end(
     name: &str,
     queue: Option<&str>,
 ) -> anyhow::Error {
-    let (sender, mut observations) = mpsc::channel(BACKLOG);
-    let job_params = ListParams::default().fields(&format!("metadata.name={name}"));
-    let pod_params = ListParams::default().labels(&format!("batch.kubernetes.io/job-name={name}"));
-    let steering = async {
-        let mut steering = Steering {
-            cluster,
-            launch,
-            name,
-            queue,
-            job: None,
-            end: None,
-            last_line: String::new(),
-            printed: BTreeSet::new(),
-            is_upload_reported: false,
-        };
-        let mut poll = tokio::time::interval(POLL_INTERVAL);
-        loop {
-            tokio::select! {
-                Some((kind, observation)) = observations.recv() => steering.handle(kind, observation),
-                _ = poll.tick() => if let Err(error) = steering.poll().await {
-                    return error;
-                },
-            }
-        }
+    let mut steering = Steering {
+        cluster,
+        launch,
+        name,
+        queue,
+        last_line: String::new(),
+        printed: BTreeSet::new(),
+        is_upload_reported: false,
     };
-    tokio::select! {
-        error = observe(cluster, Kind::Job, job_params, &sender) => error,
-        error = observe(cluster, Kind::Pod, pod_params, &sender) => error,
-        error = steering => error,
+    loop {
+        if let Err(error) = steering.poll().await {
+            return error;
+        }
+        sleep(POLL_INTERVAL).await;
     }
 }
 
@@ -63,10 +45,6 @@ struct Steering<'a> {
     launch: &'a Launch,
     name: &'a str,
     queue: Option<&'a str>,
-    /// The Job in the newest event. `None` before the first event, after the end, and from a change until the next event.
-    job: Option<Value>,
-    /// How the Job ended, and when this was detected. Printed once, even while the server is unreachable.
-    end: Option<(String, Instant)>,
     /// The last printed line about the Job.
     last_line: String,
     /// Messages about pods that have been printed.
@@ -76,39 +54,47 @@ struct Steering<'a> {
 }
 
 impl Steering<'_> {
-    fn handle(&mut self, kind: Kind, observation: Observation) {
-        match (kind, observation) {
-            (Kind::Job, Observation::Listed(jobs)) => match jobs.into_iter().next() {
-                Some(job) => self.handle_job(job),
-                None => self.handle_end("is gone".into()),
-            },
-            (Kind::Job, Observation::Changed(job)) => self.handle_job(job),
-            (Kind::Job, Observation::Deleted(_)) => self.handle_end("was deleted".into()),
-            (_, Observation::Listed(pods)) => pods.iter().for_each(|pod| self.handle_pod(pod)),
-            (_, Observation::Changed(pod) | Observation::Deleted(pod)) => self.handle_pod(&pod),
+    /// Prints changes of the Job and its pods, and suspends or resumes the Job. While the API server is unreachable, does nothing.
+    ///
+    /// # Errors
+    /// Kubernetes' Job is over or deleted and Lockstep's job is not over, or Kubernetes refuses a request.
+    async fn poll(&mut self) -> anyhow::Result<()> {
+        let (job, pods) = match self.read().await {
+            Ok(found) => found,
+            Err(error) if is_retryable(&error) => {
+                self.cluster.report_lost(&error);
+                return Ok(());
+            }
+            Err(error) => return Err(self.cluster.explain(&format!("reading Job {}", self.name), &error)),
+        };
+        self.cluster.report_restored();
+        pods.iter().for_each(|pod| self.report_pod(pod));
+        let Some(job) = job else { return self.check_early_end("was deleted").await };
+        self.report_job(&job);
+        match words::describe_end(&job) {
+            Some(end) => self.check_early_end(&format!("is over ({end})")).await,
+            None => self.follow_lockstep_job(&job).await,
         }
     }
 
-    fn handle_job(&mut self, job: Value) {
-        let line = words::describe_job(&job, self.queue);
+    /// Reads the Job, which is `None` if it does not exist, and its pods.
+    async fn read(&self) -> Result<(Option<Value>, Vec<Value>), Error> {
+        let job = self.cluster.api(Kind::Job);
+        let job = self.cluster.with_time_limit(job.get_opt(self.name)).await?;
+        let params = ListParams::default().labels(&format!("batch.kubernetes.io/job-name={}", self.name));
+        let pods = self.cluster.with_time_limit(self.cluster.api(Kind::Pod).list(&params)).await?;
+        Ok((job.map(to_json), pods.items.into_iter().map(to_json).collect()))
+    }
+
+    fn report_job(&mut self, job: &Value) {
+        let line = words::describe_job(job, self.queue);
         if line != self.last_line {
             output::warn(format_args!("Kubernetes' Job {}: {line}", self.name));
             self.last_line = line;
         }
-        match words::describe_end(&job) {
-            Some(end) => self.handle_end(format!("is over ({end})")),
-            // The Job may have been created again.
-            None => self.end = None,
-        }
-        self.job = Some(job);
     }
 
-    fn handle_end(&mut self, how: String) {
-        self.job = None;
-        self.end.get_or_insert((how, Instant::now()));
-    }
-
-    fn handle_pod(&mut self, pod: &Value) {
+    fn report_pod(&mut self, pod: &Value) {
         if let Some(words) = words::describe_pod(pod)
             && self.printed.len() < MAX_REMEMBERED
             && self.printed.insert(words.clone())
@@ -117,24 +103,11 @@ impl Steering<'_> {
         }
     }
 
-    /// Compares the Job with Lockstep's job, and suspends or resumes the Job.
-    ///
-    /// # Errors
-    /// Kubernetes' Job is over or deleted and Lockstep's job is not over, or Kubernetes refuses a change.
-    async fn poll(&mut self) -> anyhow::Result<()> {
-        match &self.end {
-            Some((how, since)) => self.check_early_end(how, *since).await,
-            None => self.follow_lockstep_job().await,
-        }
-    }
-
-    /// Returns an error if Kubernetes' Job has ended and Lockstep's job has not. If both have ended, the display of Lockstep's job reports
-    /// the end. If the server does not respond, the next poll asks again.
-    async fn check_early_end(&self, how: &str, since: Instant) -> anyhow::Result<()> {
+    /// Returns an error if Lockstep's job has not ended, although Kubernetes' Job has. If both have ended, the display of Lockstep's job
+    /// reports the end. If the server does not respond, the next poll asks again.
+    async fn check_early_end(&self, how: &str) -> anyhow::Result<()> {
         // Agents exit after the job, but their last report may not be stored yet.
-        if since.elapsed() < 2 * POLL_INTERVAL {
-            return Ok(());
-        }
+        sleep(2 * POLL_INTERVAL).await;
         match read_job(self.launch).await {
             Ok(job) if !job.state.is_final() => {
                 let how = format!("Kubernetes' Job {} {how}", self.name);
@@ -145,8 +118,10 @@ impl Steering<'_> {
     }
 
     /// Suspends the Job while Lockstep's job is paused. A Job that another user or program has suspended stays suspended.
-    async fn follow_lockstep_job(&mut self) -> anyhow::Result<()> {
-        let (None, Some(job)) = (self.queue, &self.job) else { return Ok(()) };
+    async fn follow_lockstep_job(&mut self, job: &Value) -> anyhow::Result<()> {
+        if self.queue.is_some() {
+            return Ok(());
+        }
         let is_suspended_by_launch = job["metadata"]["annotations"][SUSPENDED_ANNOTATION].is_string();
         let Ok(lockstep_job) = read_job(self.launch).await else { return Ok(()) };
         let is_paused = lockstep_job.state == JobState::Paused;
@@ -161,38 +136,21 @@ impl Steering<'_> {
                 }
                 _ => return Ok(()),
             }
-            self.cluster.change(self.name, suspend).await?;
+            self.cluster.patch_job(self.name, &suspend_patch(true)).await?;
             output::warn(format_args!(
                 "the job is paused: Kubernetes' Job {} is suspended until it continues",
                 self.name
             ));
             self.is_upload_reported = false;
-            self.job = None;
         } else if !is_paused && is_suspended_by_launch {
-            self.cluster.change(self.name, unsuspend).await?;
-            self.job = None;
+            self.cluster.patch_job(self.name, &suspend_patch(false)).await?;
         }
         Ok(())
     }
 }
 
-/// Suspends a Job. Returns false if it is already suspended.
-fn suspend(job: &mut Value) -> bool {
-    if words::is_suspended(job) {
-        return false;
-    }
-    job["spec"]["suspend"] = json!(true);
-    job["metadata"]["annotations"][SUSPENDED_ANNOTATION] = json!("true");
-    true
-}
-
-/// Starts a Job that a launch has suspended. Returns whether the Job was changed, like [`suspend`].
-pub(super) fn unsuspend(job: &mut Value) -> bool {
-    let was_suspended_by_launch = job["metadata"]["annotations"]
-        .as_object_mut()
-        .is_some_and(|map| map.remove(SUSPENDED_ANNOTATION).is_some());
-    if was_suspended_by_launch {
-        job["spec"]["suspend"] = json!(false);
-    }
-    was_suspended_by_launch
+/// Returns the patch that suspends a Job, or starts a suspended Job. The annotation marks a Job that a launch has suspended.
+pub(super) fn suspend_patch(is_suspended: bool) -> Value {
+    let mark = is_suspended.then_some("true");
+    json!({"spec": {"suspend": is_suspended}, "metadata": {"annotations": {SUSPENDED_ANNOTATION: mark}}})
 }

@@ -114,8 +114,8 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
             ));
         }
     }
-    check_extensible("spec", &mut spec, "volumes", Value::is_array)?;
-    check_extensible("metadata", &mut metadata, "labels", Value::is_object)?;
+    check_extensible("spec", &mut spec, "volumes", "list")?;
+    check_extensible("metadata", &mut metadata, "labels", "mapping")?;
     let agent = &mut spec["containers"][container];
     check_extensible_parts(agent, &format!("spec.containers[{container}]"))?;
     let gpus = requested_gpus(agent)?;
@@ -160,12 +160,12 @@ fn find_agent_container(spec: &Map<String, Value>) -> Result<usize, String> {
 /// Checks the parts of the agent's container that a launch extends.
 fn check_extensible_parts(container: &mut Value, path: &str) -> Result<(), String> {
     let Some(container) = container.as_object_mut() else { return Err(format!("{path} is not a mapping")) };
-    check_extensible(path, container, "volumeMounts", Value::is_array)?;
-    check_extensible(path, container, "resources", Value::is_object)?;
+    check_extensible(path, container, "volumeMounts", "list")?;
+    check_extensible(path, container, "resources", "mapping")?;
     if let Some(resources) = container.get_mut("resources").and_then(Value::as_object_mut) {
         let path = format!("{path}.resources");
-        check_extensible(&path, resources, "limits", Value::is_object)?;
-        check_extensible(&path, resources, "requests", Value::is_object)?;
+        check_extensible(&path, resources, "limits", "mapping")?;
+        check_extensible(&path, resources, "requests", "mapping")?;
     }
     Ok(())
 }
@@ -175,22 +175,18 @@ fn check_extensible(
     path: &str,
     object: &mut Map<String, Value>,
     key: &str,
-    has_right_type: fn(&Value) -> bool,
+    expected: &str,
 ) -> Result<(), String> {
     match object.get(key) {
         Some(Value::Null) => drop(object.remove(key)),
-        Some(value) if !has_right_type(value) => {
-            let (expected, example) = match key {
-                "volumes" | "volumeMounts" => ("list", "- name: ..."),
-                "limits" | "requests" => ("mapping", "cpu: 4"),
-                "resources" => ("mapping", "limits: {cpu: 4}"),
-                _ => ("mapping", "team: vision"),
-            };
+        Some(Value::Array(_)) if expected == "list" => {}
+        Some(Value::Object(_)) if expected == "mapping" => {}
+        Some(_) => {
             return Err(format!(
-                "{path}.{key} is not a {expected}: write it as `{example}` below `{key}:`, or leave it out"
+                "{path}.{key} is not a {expected}: write a {expected} below `{key}:`, or leave it out"
             ));
         }
-        _ => {}
+        None => {}
     }
     Ok(())
 }

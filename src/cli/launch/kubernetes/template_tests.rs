@@ -92,7 +92,7 @@ fn mistakes_are_named() {
         (format!("{POD}  - {{name: other, image: y}}\n"), "the agent's container must be called `lockstep`"),
         (
             pod_with("resources: x"),
-            "spec.containers[0].resources is not a mapping: write it as `limits: {cpu: 4}`",
+            "spec.containers[0].resources is not a mapping: write a mapping below `resources:`",
         ),
         (pod_with("resources: {limits: []}"), "spec.containers[0].resources.limits is not a mapping"),
         (pod_with("resources: {requests: 4}"), "spec.containers[0].resources.requests is not a mapping"),

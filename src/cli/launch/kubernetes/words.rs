@@ -3,17 +3,8 @@
 use crate::cli::{agent::IN_POD_SIGNALLED, api::text};
 use serde_json::Value;
 
-/// Reasons for a waiting container that do not resolve by themselves.
-const STUCK_REASONS: [&str; 8] = [
-    "ErrImagePull",
-    "ImagePullBackOff",
-    "ErrImageNeverPull",
-    "InvalidImageName",
-    "CreateContainerConfigError",
-    "CreateContainerError",
-    "RunContainerError",
-    "CrashLoopBackOff",
-];
+/// Reasons for a waiting container that is starting. Other reasons do not resolve by themselves.
+const STARTING_REASONS: [&str; 3] = ["", "ContainerCreating", "PodInitializing"];
 /// Maximum length of a message of Kubernetes. Longer messages are cut.
 const MAX_CHARS: usize = 500;
 
@@ -80,7 +71,7 @@ pub(super) fn describe_pod(pod: &Value) -> Option<String> {
             ));
         }
         let waiting = &container["state"]["waiting"];
-        if STUCK_REASONS.contains(&text(waiting, "reason")) {
+        if !STARTING_REASONS.contains(&text(waiting, "reason")) {
             return Some(format!("pod {name}: container {label} cannot start: {}", format_reason(waiting)));
         }
         let ended = &container["state"]["terminated"];

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A simulated Kubernetes for tests of `lockstep launch`: an API server (versions, conflicts, watches that end or expire, rights), a Job
+"""A simulated Kubernetes for tests of `lockstep launch`: an API server (versions, rights), a Job
 controller and a kubelet.
 
     api.py PORT TOKEN ROLE.json HIDDEN_FOLDER FOLDER
@@ -20,7 +20,7 @@ import urllib.parse
 import admission
 import discovery
 from nodes import collect, control, pod_pid, simulate_node_failure
-from state import CONNECTIONS, GROUPS, KINDS, LOCK, LOG, PORT, PROCESSES, ROLE, STATE, STORE, TOKEN, Refused, create, delete, forget, publish_change
+from state import CONNECTIONS, GROUPS, KINDS, LOCK, PORT, PROCESSES, ROLE, STATE, STORE, TOKEN, Refused, create, delete, forget, set_new_version
 
 
 def shown(item):
@@ -39,11 +39,6 @@ def selected(item, query):
     for part in filter(None, query.get("labelSelector", [""])[0].split(",")):
         name, value = part.split("=")
         if labels.get(name) != value:
-            return False
-    for part in filter(None, query.get("fieldSelector", [""])[0].split(",")):
-        name, value = part.split("=")
-        assert name == "metadata.name", name
-        if item["metadata"]["name"] != value:
             return False
     return True
 
@@ -103,18 +98,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
             group, rest = ("", parts[2:]) if parts[0] == "api" else (parts[1], parts[3:])
             namespace, resource, name = rest[1], rest[2], rest[3] if len(rest) > 3 else None
             assert GROUPS[resource] == group, url.path
-            verb = {"GET": "get" if name else "list", "POST": "create", "PUT": "update", "DELETE": "delete"}[self.command]
-            if query.get("watch"):
-                verb = "watch"
+            verb = {"GET": "get" if name else "list", "POST": "create", "PATCH": "patch", "DELETE": "delete"}[self.command]
             if not is_admin and not any(group in r["apiGroups"] and resource in r["resources"] and verb in r["verbs"] for r in ROLE):
                 STATE["refused"].append(f"{verb} {resource}")
                 raise Refused(403, "Forbidden", f'User "test" cannot {verb} resource "{resource}" in API group "{group}" in the namespace "{namespace}"')
-            if verb == "watch":
-                return self.watch(resource, namespace, query)
             with LOCK:
                 code, item = self.do(verb, resource, namespace, name, query, body)
                 item = shown(item) if item.get("kind") in KINDS.values() else item
-                if STATE["lost"] and verb in ("create", "update"):
+                if STATE["lost"] and verb in ("create", "patch"):
                     # The request succeeds, but its response is lost.
                     STATE["lost"] -= 1
                     self.close_connection = True
@@ -123,13 +114,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         except Refused as refused:
             return self.answer(refused.status["code"], refused.status)
 
-    do_GET = do_POST = do_PUT = do_DELETE = run
+    do_GET = do_POST = do_PATCH = do_DELETE = run
 
     def do(self, verb, resource, namespace, name, query, body):
         key = (resource, namespace, name)
         if verb == "list":
-            if resource == "jobs":
-                STATE["lists"].append(time.time())
             items = [shown(o) for k, o in STORE.items() if k[:2] == key[:2] and selected(o, query)]
             kind = f"{KINDS[resource]}List"
             return 200, {"kind": kind, "apiVersion": "v1", "metadata": {"resourceVersion": str(STATE["version"])}, "items": items}
@@ -147,52 +136,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if key not in STORE:
             raise Refused(404, "NotFound", f'{resource} "{name}" not found')
         item = STORE[key]
-        if verb == "update":
-            if STATE["conflicts"]:
-                # Another client has changed the object first.
-                STATE["conflicts"] -= 1
-                item["metadata"].setdefault("annotations", {})["somebody"] = "else"
-                publish_change(resource, item)
-            if body["metadata"].get("resourceVersion") != item["metadata"]["resourceVersion"]:
-                raise Refused(409, "Conflict", "the object has been modified; please apply your changes to the latest version and try again")
-            item["spec"] = body["spec"]
-            item["metadata"]["annotations"] = body["metadata"].get("annotations", {})
-            publish_change(resource, item)
+        if verb == "patch":
+            assert self.headers["content-type"] == "application/merge-patch+json"
+            item["spec"].update(body["spec"])
+            annotations = item["metadata"].setdefault("annotations", {})
+            for annotation, value in body["metadata"]["annotations"].items():
+                annotations.pop(annotation, None) if value is None else annotations.update({annotation: value})
+            set_new_version(item)
         return 200, item
-
-    def watch(self, resource, namespace, query):
-        version = int(query["resourceVersion"][0])
-        if resource == "jobs":
-            STATE["watches"].append(time.time())
-        until = time.time() + min(int(query.get("timeoutSeconds", ["60"])[0]), STATE.get("watch_secs", 600))
-        with LOCK:
-            if version < STATE["oldest"] or STATE["expired"]:
-                raise Refused(410, "Expired", f'too old resource version: {version} ({STATE["oldest"]})')
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("transfer-encoding", "chunked")
-        self.end_headers()
-
-        def send(event):
-            data = json.dumps(event).encode() + b"\n"
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
-            self.wfile.flush()
-
-        while time.time() < until:
-            with LOCK:
-                LOCK.wait(0.2)
-                if version < STATE["oldest"]:
-                    # The version has expired while the watch was open.
-                    send({"type": "ERROR", "object": Refused(410, "Expired", "too old resource version").status})
-                    break
-                new = [entry for entry in LOG if entry[0] > version]
-            for number, kind, event, item in new:
-                version = number
-                if kind == resource and item["metadata"]["namespace"] == namespace and selected(item, query):
-                    send({"type": event, "object": shown(item)})
-            if new and query.get("allowWatchBookmarks"):
-                send({"type": "BOOKMARK", "object": {"kind": KINDS[resource], "apiVersion": "v1", "metadata": {"resourceVersion": str(version)}}})
-        self.wfile.write(b"0\r\n\r\n")
 
 
 # Actions of the test
@@ -203,12 +154,12 @@ def running_pods(body):
 
 
 def evict(body):
-    """Evicts a pod, as a node with too little memory does."""
+    """Evicts a pod, as a node with too little memory does. The pod stays as a failed pod."""
     with LOCK:
         pod = running_pods(body)[0]
         pod["status"].update(reason="Evicted", message="The node was low on resource: memory.")
         pod["status"]["conditions"].append({"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "message": ""})
-        delete(("pods", pod["metadata"]["namespace"], pod["metadata"]["name"]))
+        os.kill(pod_pid(PROCESSES[("pods", pod["metadata"]["namespace"], pod["metadata"]["name"])]), signal.SIGTERM)
     return {}
 
 
@@ -236,7 +187,7 @@ def out_of_memory(body):
 
 
 def away(body):
-    """The API server stops for some seconds; with `forget`, it loses its history."""
+    """The API server stops for some seconds."""
     def later():
         time.sleep(0.1)
         STATE["down"] = True
@@ -248,11 +199,6 @@ def away(body):
             except OSError:
                 pass
         time.sleep(body["secs"])
-        if body.get("forget"):
-            with LOCK:
-                STATE["oldest"] = STATE["version"] + 1
-                STATE["version"] += 1
-                LOG.clear()
         STATE["down"] = False
     threading.Thread(target=later, daemon=True).start()
     return {}
@@ -263,7 +209,7 @@ def suspend(body):
     with LOCK:
         job = next(o for k, o in STORE.items() if k[0] == "jobs")
         job["spec"]["suspend"] = body["suspend"]
-        publish_change("jobs", job)
+        set_new_version(job)
     return {}
 
 
@@ -272,7 +218,7 @@ def annotate(body):
     with LOCK:
         job = next(o for k, o in STORE.items() if k[0] == "jobs")
         job["metadata"]["annotations"].update(body)
-        publish_change("jobs", job)
+        set_new_version(job)
     return {}
 
 
@@ -285,7 +231,7 @@ def drop(body):
 
 def objects(_):
     with LOCK:
-        return {"items": [{**shown(o), "secret": o.get("test-data")} for o in STORE.values()], "refused": STATE["refused"], "lists": STATE["lists"], "watches": STATE["watches"]}
+        return {"items": [{**shown(o), "secret": o.get("test-data")} for o in STORE.values()], "refused": STATE["refused"]}
 
 
 def put(body):

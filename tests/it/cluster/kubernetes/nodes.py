@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 
-from state import FOLDER, HIDDEN_FOLDER, HOOKS, LOCK, PROCESSES, STORE, create, delete, forget, publish_change
+from state import FOLDER, HIDDEN_FOLDER, HOOKS, LOCK, PROCESSES, STORE, create, delete, forget, set_new_version
 
 def script(pod, container):
     """A shell script that mounts a container's volumes and executes its command."""
@@ -56,7 +56,7 @@ def start_pod(key, pod):
             status["containerStatuses"] = waiting("ContainerCreating", "secret not found")
             if not status.get("test-waiting-published"):
                 status["test-waiting-published"] = True
-                publish_change("pods", pod)
+                set_new_version(pod)
             return
         env = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "HOSTNAME": pod["spec"]["hostname"], "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
         # As in tests/it/server.rs: slows the steps of long jobs.
@@ -75,7 +75,7 @@ def start_pod(key, pod):
         status["conditions"] = [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "True"}]
         status["containerStatuses"] = [{"name": container["name"], "ready": True, "state": {"running": {}}}]
         threading.Thread(target=wait_pod, args=(key, pod, process), daemon=True).start()
-    publish_change("pods", pod)
+    set_new_version(pod)
 
 
 def wait_pod(key, pod, process):
@@ -91,7 +91,7 @@ def wait_pod(key, pod, process):
         status["containerStatuses"] = [{"name": pod["spec"]["containers"][0]["name"], "ready": False, "state": {"terminated": {"exitCode": code, "reason": reason}}}]
         status["conditions"] = [c for c in status["conditions"] if c["type"] != "Ready"]
         if key in STORE and STORE[key] is pod:
-            publish_change("pods", pod)
+            set_new_version(pod)
 
 
 def pod_pid(process):
@@ -107,7 +107,7 @@ def simulate_node_failure(pod):
     pod["status"]["conditions"] = [c for c in pod["status"]["conditions"] if c["type"] != "Ready"]
     pod["status"]["conditions"].append({"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager", "message": "Taint manager: deleting due to NoExecute taint"})
     pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:01Z"
-    publish_change("pods", pod)
+    set_new_version(pod)
 
 
 def collect(node):
@@ -213,7 +213,7 @@ def reconcile(key, job):
     ready = sum(any(c["type"] == "Ready" for c in p["status"].get("conditions", [])) for p in active.values())
     status.update(active=len(active), ready=ready, succeeded=done)
     if json.dumps(status) != before:
-        publish_change("jobs", job)
+        set_new_version(job)
 
 
 def make_pod(job, index):

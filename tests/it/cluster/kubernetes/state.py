@@ -9,12 +9,10 @@ import uuid
 PORT, TOKEN, ROLE, HIDDEN_FOLDER, FOLDER = int(sys.argv[1]), sys.argv[2], json.load(open(sys.argv[3])), sys.argv[4], pathlib.Path(sys.argv[5])
 GROUPS = {"jobs": "batch", "pods": "", "services": "", "secrets": "", "serviceaccounts": "", "roles": "rbac.authorization.k8s.io", "rolebindings": "rbac.authorization.k8s.io"}
 KINDS = {"jobs": "Job", "pods": "Pod", "services": "Service", "secrets": "Secret", "serviceaccounts": "ServiceAccount", "roles": "Role", "rolebindings": "RoleBinding"}
-LOCK = threading.Condition(threading.RLock())
+LOCK = threading.RLock()
 STORE = {}  # objects by (resource, namespace, name)
-LOG = []  # (version, resource, type, object)
-# `version`: the newest; `oldest`: the oldest from which a watch can start; `down`: no server listens; `refused`: forbidden requests;
-# `conflicts`: updates to refuse; `lost`: responses to lose; `expired`: refuse watches; `lists`, `watches`: times of requests.
-STATE = {"version": 100, "oldest": 0, "conflicts": 0, "lost": 0, "down": False, "refused": [], "expired": False, "lists": [], "watches": []}
+# `version`: the newest; `down`: no server listens; `refused`: forbidden requests; `lost`: responses to lose.
+STATE = {"version": 100, "lost": 0, "down": False, "refused": []}
 # HIDDEN_FOLDER: a folder of the test that pods must not see.
 CONNECTIONS = set()
 PROCESSES = {}  # of pods, by the key in STORE
@@ -27,15 +25,9 @@ class Refused(Exception):
         self.status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "reason": reason, "message": message}
 
 
-def note(kind, resource, item):
+def set_new_version(item):
     STATE["version"] += 1
     item["metadata"]["resourceVersion"] = str(STATE["version"])
-    LOG.append((STATE["version"], resource, kind, json.loads(json.dumps(item))))
-    LOCK.notify_all()
-
-
-def publish_change(resource, item):
-    note("MODIFIED", resource, item)
 
 
 def create(resource, namespace, item):
@@ -48,7 +40,7 @@ def create(resource, namespace, item):
     for owner in meta.get("ownerReferences", []):
         assert any(o["metadata"]["uid"] == owner["uid"] for o in STORE.values()), "the owner exists"
     STORE[key] = item
-    note("ADDED", resource, item)
+    set_new_version(item)
     return item
 
 
@@ -56,7 +48,6 @@ def forget(key):
     item = STORE.pop(key, None)
     if item is None:
         return
-    note("DELETED", key[0], item)
     # The garbage collector.
     for other, dependent in list(STORE.items()):
         if any(o["uid"] == item["metadata"]["uid"] for o in dependent["metadata"].get("ownerReferences", [])):
@@ -74,14 +65,14 @@ def delete(key, options=None):
         # A pod of a lost node stays even if its deletion is forced: the Job's finalizer is removed once the pod has failed.
         if "deletionTimestamp" not in item["metadata"]:
             item["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:01Z"
-            publish_change("pods", item)
+            set_new_version(item)
             threading.Thread(target=HOOKS["end_pod"], args=(key, item), daemon=True).start()
     elif key[0] == "jobs" and (options or {}).get("propagationPolicy") == "Foreground":
         # The controller deletes the Job after its pods.
         if "deletionTimestamp" not in item["metadata"]:
             item["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:01Z"
             item["metadata"]["finalizers"] = ["foregroundDeletion"]
-            publish_change("jobs", item)
+            set_new_version(item)
     else:
         forget(key)
     return item

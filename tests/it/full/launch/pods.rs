@@ -140,8 +140,7 @@ async fn pods_of_a_paused_job_end_with_a_checkpoint_and_return() {
     for node in bundle["nodes"].as_array().expect("agents") {
         assert!(!is_in_any_process(node["token"].as_str().expect("a token")), "a token is visible");
     }
-    // Another client changes the Job at the same time, three times.
-    cluster.act("state", json!({"conflicts": 3})).await;
+    cluster.act("annotate", json!({"somebody": "else"})).await;
     server.cli(&["pause", &id]).ok();
     cluster
         .until("the Job is suspended and its pods have ended", |all| {

@@ -252,39 +252,24 @@ pub(super) fn check_combinations(spec: &JobSpec, errors: &mut Mistakes<'_>) {
     // The largest divisor of `count` that is at most `given`.
     let divisor =
         |count: u32, given: u32| (1..=count.min(given)).rev().find(|n| count.is_multiple_of(*n)).unwrap_or(1);
-    // The smallest number of whole groups that has at least the given ranks, if a job may have as many ranks.
-    let or_more_ranks = |group: u64| {
-        let enough = u64::from(ranks).next_multiple_of(group.max(1));
-        if enough <= 1024 { format!(", or {enough} ranks") } else { String::new() }
-    };
-    if !ranks.is_multiple_of(model) {
-        let (near, or_more) = (divisor(ranks, model), or_more_ranks(model.into()));
-        errors.add(
-            "/parallel/model",
-            format!(
-                "{all_ranks} cannot be divided into groups of {model}: give a divisor of parallel.ranks, such as {near}{or_more}"
-            ),
-        );
-    } else if !(ranks / model).is_multiple_of(height) {
-        let near = divisor(ranks / model, height);
-        let or_more = or_more_ranks(u64::from(model) * u64::from(height));
-        errors.add(
-            "/parallel/height",
-            format!(
-                "{all_ranks} cannot be divided into groups of height x model = {height} x {model}: give a height such as \
-                 {near}{or_more}"
-            ),
-        );
-    } else if !(ranks / model / height).is_multiple_of(pipeline) {
-        let near = divisor(ranks / model / height, pipeline);
-        let or_more = or_more_ranks(u64::from(model) * u64::from(height) * u64::from(pipeline));
-        errors.add(
-            "/parallel/pipeline",
-            format!(
-                "{all_ranks} cannot be divided into groups of pipeline x height x model = {pipeline} x {height} x {model}: give a pipeline \
-                 such as {near}{or_more}"
-            ),
-        );
+    // Groups of `model` ranks, then groups of `height` such groups, then groups of `pipeline` such groups.
+    let (mut undivided, mut group, mut keys, mut sizes) = (ranks, 1_u64, String::new(), String::new());
+    for (key, size) in [("model", model), ("height", height), ("pipeline", pipeline)] {
+        let times = if keys.is_empty() { "" } else { " x " };
+        (keys, sizes) = (format!("{key}{times}{keys}"), format!("{size}{times}{sizes}"));
+        group *= u64::from(size);
+        if !undivided.is_multiple_of(size) {
+            let near = divisor(undivided, size);
+            // The smallest number of whole groups that has at least the given ranks, if a job may have as many ranks.
+            let enough = u64::from(ranks).next_multiple_of(group.max(1));
+            let or_more = if enough <= 1024 { format!(", or {enough} ranks") } else { String::new() };
+            let detail = format!(
+                "{all_ranks} cannot be divided into groups of {keys} = {sizes}: give a {key} such as {near}{or_more}"
+            );
+            errors.add(&format!("/parallel/{key}"), detail);
+            break;
+        }
+        undivided /= size;
     }
     // In mode `auto`, the search for a plan takes the settings below into account.
     if parallel.is_auto() {

@@ -58,9 +58,9 @@ struct AgentHold {
     ready: Option<Option<u16>>,
 }
 
-/// The part of an attempt on one agent, after the part's lease has expired or the agent was given up.
+/// The part of an attempt on one agent. The part ends, because its lease has expired or the agent is given up.
 #[derive(Debug)]
-pub(crate) struct ExpiredPart {
+pub(crate) struct AttemptPart {
     pub(crate) attempt: AttemptRef,
     pub(crate) place: Place,
     /// Number of all agents to which the attempt was given.
@@ -84,8 +84,8 @@ impl Lease {
         !self.unreachable.is_empty() || self.holds.iter().any(|hold| hold.end == Some(RanksEnd::LostContact))
     }
 
-    fn to_expired_part(&self, hold: &AgentHold) -> ExpiredPart {
-        ExpiredPart {
+    fn part_on(&self, hold: &AgentHold) -> AttemptPart {
+        AttemptPart {
             attempt: self.attempt.clone(),
             place: hold.place.clone(),
             agent_count: self.holds.len(),
@@ -307,14 +307,14 @@ impl Leases {
     }
 
     /// The parts of attempts whose leases have expired.
-    pub(crate) fn expired_parts(&self) -> Vec<ExpiredPart> {
+    pub(crate) fn expired_parts(&self) -> Vec<AttemptPart> {
         let now = Instant::now();
-        let expired = |lease: &Lease| -> Vec<ExpiredPart> {
+        let expired = |lease: &Lease| -> Vec<AttemptPart> {
             // If all ranks have ended, all parts may expire, because the store may lack some of the ends.
             let has_ended = lease.live_holds().next().is_none();
             let may_expire = |hold: &&AgentHold| has_ended || hold.end.is_none();
             let holds = lease.holds.iter().filter(may_expire).filter(|hold| hold.expires_at <= now);
-            holds.map(|hold| lease.to_expired_part(hold)).collect()
+            holds.map(|hold| lease.part_on(hold)).collect()
         };
         lock(&self.table).by_job.values().flat_map(expired).collect()
     }

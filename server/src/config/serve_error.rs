@@ -29,8 +29,8 @@ pub enum ServeError {
     OpenToOthers,
     #[error(
         "refusing to listen on {0} without TLS: whoever can listen to the network could read tokens and weights; give the server \
-         a certificate with --tls-cert and --tls-key, or let it make its own with --tls-own-ca, or name the proxy that terminates \
-         TLS with --trusted-proxy; --insecure-http allows unencrypted connections"
+         a certificate with --tls-cert and --tls-key, or let it make its own with --tls-own-ca, or, if a proxy terminates TLS, give the \
+         proxy's address with --trusted-proxy; --insecure-http allows unencrypted connections"
     )]
     Plaintext(IpAddr),
     /// The options of the OpenID provider are wrong.
@@ -101,8 +101,9 @@ pub enum ServeError {
     },
     #[error(
         "the database {path} was not closed cleanly, and its write-ahead log {} is missing or empty, so its latest writes are missing. Put \
-         that file back; or move the database away and restore a backup (`lockstep restore`). To start without these writes, or if \
-         another program (such as sqlite3) has already written the log into the database, remove {}", log.display(), lock.display()
+         that file back; or move the database away and restore a backup (`lockstep restore`). If you accept the loss of these writes, or if \
+         another program (such as sqlite3) has already written the log into the database, remove {}, which says that the log is needed",
+        log.display(), lock.display()
     )]
     LogMissing {
         path: String,

@@ -95,7 +95,7 @@ impl Error {
         Error::Invalid(vec![SpecError { pointer: pointer.into(), detail: detail.into() }])
     }
 
-    /// A valid request that is impossible with the existing data.
+    /// A well-formed request (422) that names something which cannot be used.
     pub(crate) fn unprocessable(detail: String) -> Self {
         Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
     }
@@ -264,7 +264,7 @@ impl From<StoreError> for Error {
 }
 
 impl RequestError {
-    /// The error for a request that has no field `path`, so that no mistake can be located there.
+    /// Like [`Error::from`], for a request without the field `path`, at which `from` locates mistakes.
     pub(crate) fn without_pointer(self) -> Error {
         match self {
             RequestError::Refused(_) | RequestError::NobodyHasFiles { .. } => {

@@ -86,18 +86,16 @@ struct Shared {
     http: Arc<HttpState>,
     router: Router,
     access_log: Option<AccessLog>,
-    /// Number of connections of each address, including websockets.
-    per_address: Mutex<HashMap<IpAddr, usize>>,
     max_per_address: usize,
     /// A permit for each connection that can still be opened.
     permits: Arc<Semaphore>,
     next_id: AtomicU64,
-    /// The HTTP connections, by id. Websockets are not among them.
+    /// The connections, by id.
     open: Mutex<HashMap<u64, Arc<Connection>>>,
 }
 
-/// An HTTP connection. A connection that becomes a websocket leaves the list and keeps its permit.
 struct Connection {
+    /// The address, as in [`client_key`].
     address: IpAddr,
     state: Mutex<ConnectionUse>,
     /// Cancelled to close the connection while it is idle.
@@ -105,7 +103,7 @@ struct Connection {
 }
 
 struct ConnectionUse {
-    /// Number of requests whose response is not completely sent.
+    /// Number of requests whose response is not completely sent. A websocket counts as such a request.
     requests: usize,
     idle_since: Instant,
 }
@@ -140,7 +138,6 @@ pub(crate) async fn serve(
         http,
         router,
         access_log,
-        per_address: Mutex::default(),
         max_per_address: (max_connections / 4).max(MIN_CONNECTIONS as usize),
         permits: Arc::new(Semaphore::new(max_connections)),
         next_id: AtomicU64::new(0),
@@ -178,8 +175,10 @@ impl Shared {
                     continue;
                 }
             };
-            // A connection beyond the limit of its address is closed, because the stream is dropped.
-            let Ok(counted) = self.count_connection(from.ip()) else { continue };
+            if !self.has_room_for(from.ip()) {
+                // The connection is closed, because the stream is dropped.
+                continue;
+            }
             let permit = loop {
                 if let Ok(permit) = self.permits.clone().try_acquire_owned() {
                     break permit;
@@ -196,27 +195,20 @@ impl Shared {
                 }
             };
             let tls = listener.tls.clone();
-            tasks.spawn(self.clone().handle_connection(stream, from, tls, (counted, permit)));
+            let entry = ListEntry::new(&self, client_key(from.ip()));
+            tasks.spawn(self.clone().handle_connection(stream, from, tls, entry, permit));
         }
     }
 
-    /// Counts a connection of an address. Returns `None` for this machine and proxies, which are not counted, because many clients share
-    /// them.
-    ///
-    /// # Errors
-    /// The address has reached its limit, and all its connections are in use.
-    fn count_connection(self: &Arc<Self>, address: IpAddr) -> Result<Option<AddressCount>, AddressFull> {
+    /// Whether an address may have another connection. At the limit, closes an idle connection of the address. This machine and proxies have
+    /// no limit, because many clients share them.
+    fn has_room_for(&self, address: IpAddr) -> bool {
         if address.to_canonical().is_loopback() || self.http.peer_policy.is_proxy(address) {
-            return Ok(None);
+            return true;
         }
         let address = client_key(address);
-        if lock(&self.per_address).get(&address).is_some_and(|count| *count >= self.max_per_address)
-            && !self.close_idle(Some(address))
-        {
-            return Err(AddressFull);
-        }
-        *lock(&self.per_address).entry(address).or_default() += 1;
-        Ok(Some(AddressCount { shared: self.clone(), address }))
+        let count = lock(&self.open).values().filter(|connection| connection.address == address).count();
+        count < self.max_per_address || self.close_idle(Some(address))
     }
 
     /// Closes the connection that has been idle longest, among all connections or the connections of an address. Returns false if all of
@@ -242,20 +234,15 @@ impl Shared {
         stream: TcpStream,
         from: SocketAddr,
         tls: Option<TlsAcceptor>,
-        permits: ConnectionPermits,
+        entry: ListEntry,
+        permit: OwnedSemaphorePermit,
     ) {
         let stop = self.http.tasks.stopping.clone();
-        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         // These calls fail only if the socket is already closed. Reading from it then fails, too.
         let _ = stream.set_nodelay(true);
         let _ = socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(UNACKNOWLEDGED_TIMEOUT));
         let transport = Transport::new(from, stream.local_addr().ok(), tls.is_some());
-        let state = Mutex::new(ConnectionUse { requests: 0, idle_since: Instant::now() });
-        let address = client_key(from.ip());
-        let connection = Arc::new(Connection { address, state, close: CancellationToken::new() });
-        lock(&self.open).insert(id, connection.clone());
-        // Removes the connection from the list at the end of this function, also after an error.
-        let _list_entry = ListEntry { shared: &self, id };
+        let connection = entry.connection.clone();
         let stream = match tls {
             None => Either::Left(stream),
             Some(acceptor) => {
@@ -284,9 +271,9 @@ impl Shared {
             let in_flight = InFlightRequest::begin(&connection);
             self.respond(request.map(Body::new), transport, certificate.clone(), in_flight)
         });
-        // The stream owns the permits, so a connection keeps them after it has become a websocket.
+        // The stream owns the permit and the entry, so a connection keeps both after it has become a websocket.
         let io = TokioIo::new(InspectReader::new(stream, move |_: &[u8]| {
-            let _ = &permits;
+            let _ = (&permit, &entry);
         }));
         let serving = http1::Builder::new()
             .timer(TokioTimer::new())
@@ -308,6 +295,8 @@ impl Shared {
                 }
             }
         }
+        // Only the stream of a websocket outlives this function. A websocket is never idle.
+        lock(&connection.state).requests += 1;
     }
 
     fn respond(
@@ -343,39 +332,27 @@ impl Shared {
     }
 }
 
-/// Removes a connection from the list of HTTP connections when dropped.
-struct ListEntry<'a> {
-    shared: &'a Shared,
+/// Removes a connection from the list when dropped.
+struct ListEntry {
+    shared: Arc<Shared>,
     id: u64,
+    connection: Arc<Connection>,
 }
 
-impl Drop for ListEntry<'_> {
-    fn drop(&mut self) {
-        lock(&self.shared.open).remove(&self.id);
+impl ListEntry {
+    /// Adds a connection of this address to the list.
+    fn new(shared: &Arc<Shared>, address: IpAddr) -> Self {
+        let id = shared.next_id.fetch_add(1, Ordering::Relaxed);
+        let state = Mutex::new(ConnectionUse { requests: 0, idle_since: Instant::now() });
+        let connection = Arc::new(Connection { address, state, close: CancellationToken::new() });
+        lock(&shared.open).insert(id, connection.clone());
+        Self { shared: shared.clone(), id, connection }
     }
 }
 
-/// A connection's permits: among the connections of its address, and among all connections.
-type ConnectionPermits = (Option<AddressCount>, OwnedSemaphorePermit);
-
-/// An address has the maximum number of connections, and all are in use.
-struct AddressFull;
-
-/// A connection among the connections of its address, until this is dropped.
-struct AddressCount {
-    shared: Arc<Shared>,
-    address: IpAddr,
-}
-
-impl Drop for AddressCount {
+impl Drop for ListEntry {
     fn drop(&mut self) {
-        let mut counts = lock(&self.shared.per_address);
-        if let Some(count) = counts.get_mut(&self.address) {
-            *count -= 1;
-            if *count == 0 {
-                counts.remove(&self.address);
-            }
-        }
+        lock(&self.shared.open).remove(&self.id);
     }
 }
 

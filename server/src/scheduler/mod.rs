@@ -39,6 +39,7 @@ use std::{
     time::{Duration, Instant},
 };
 use tokio::sync::Notify;
+use waiting_jobs::JobQueue;
 
 mod candidates;
 pub(crate) mod dispatch;
@@ -58,7 +59,6 @@ pub(crate) use candidates::address;
 pub(crate) use gang::max_capacity_of;
 pub(crate) use last_plan::LastPlan;
 pub(crate) use round::device_for;
-pub(crate) use waiting_jobs::JobQueue;
 
 /// Backoff of restarts: the first restart is immediate, and the second waits for the first pause.
 const RESTART: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
@@ -72,7 +72,7 @@ pub(crate) struct Scheduler {
     pub(crate) checkpoints: Arc<Checkpoints>,
     pub(crate) datasets: Arc<Datasets>,
     /// The queue.
-    pub(crate) waiting: Arc<JobQueue>,
+    pub(crate) waiting: JobQueue,
     pub(crate) last_plan: LastPlan,
     /// Notified when a sweep, or a trial of a sweep, has changed.
     pub(crate) sweeps_changed: Arc<Notify>,
@@ -86,7 +86,6 @@ impl Scheduler {
     pub(crate) fn new(
         checkpoints: Arc<Checkpoints>,
         datasets: Arc<Datasets>,
-        waiting: Arc<JobQueue>,
         sweeps_changed: Arc<Notify>,
         tasks: Tasks,
     ) -> Self {
@@ -97,7 +96,7 @@ impl Scheduler {
             agents: Arc::clone(&checkpoints.agents),
             checkpoints,
             datasets,
-            waiting,
+            waiting: JobQueue::default(),
             last_plan: LastPlan::default(),
             sweeps_changed,
             tasks,

@@ -1,6 +1,6 @@
 //! Attempts whose ranks have lost their connections, and agents that are given up before their leases expire.
 
-use super::{ExpiredPart, Lease, Leases};
+use super::{AttemptPart, Lease, Leases};
 use crate::{lifecycle::EndOnAgent, util::lock};
 use lockstep_protocol::agent::{AttemptRef, Ending};
 use std::time::Instant;
@@ -8,8 +8,8 @@ use std::time::Instant;
 /// How the ranks of an attempt ended on one of its agents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RanksEnd {
-    /// The ranks finished, were asked to stop, or failed for their own reason.
-    OnTheirOwn,
+    /// The ranks finished, were asked to stop, or failed for another reason than lost contact. The agent need not have reported the reason.
+    OtherCause,
     /// The ranks lost the connection to ranks of other agents.
     LostContact,
     /// Unknown, because the agent is lost or was given up.
@@ -21,7 +21,7 @@ impl RanksEnd {
     pub(crate) fn of(end: &EndOnAgent) -> Self {
         match end {
             EndOnAgent::Ended { ending: Ending::Secondary { .. }, .. } => Self::LostContact,
-            EndOnAgent::Ended { .. } | EndOnAgent::LeftUnreported(_) => Self::OnTheirOwn,
+            EndOnAgent::Ended { .. } | EndOnAgent::LeftUnreported(_) => Self::OtherCause,
             EndOnAgent::Lost(_) => Self::Unknown,
         }
     }
@@ -62,7 +62,7 @@ impl Leases {
         &self,
         is_silent: impl Fn(&str) -> bool,
         is_connected: impl Fn(&str) -> bool,
-    ) -> Vec<ExpiredPart> {
+    ) -> Vec<AttemptPart> {
         let leases = lock(&self.table);
         let mut given_up = Vec::new();
         for lease in leases.by_job.values().filter(|lease| lease.has_lost_contact()) {
@@ -70,7 +70,7 @@ impl Leases {
                 let is_unreachable =
                     hold.place.ranks.iter().any(|(rank, _)| lease.unreachable.contains(rank));
                 if is_unreachable || !is_connected(&hold.place.agent_id) {
-                    given_up.push(lease.to_expired_part(hold));
+                    given_up.push(lease.part_on(hold));
                 }
             }
         }
@@ -78,20 +78,20 @@ impl Leases {
     }
 
     /// Whether a lease that had expired was renewed.
-    pub(crate) fn is_renewed(&self, expired: &ExpiredPart) -> bool {
+    pub(crate) fn is_renewed(&self, part: &AttemptPart) -> bool {
         let now = Instant::now();
         let leases = lock(&self.table);
-        let mut holds = leases.lease_of(&expired.attempt).into_iter().flat_map(|lease| &lease.holds);
-        holds.any(|hold| hold.place.agent_id == expired.place.agent_id && hold.expires_at > now)
+        let mut holds = leases.lease_of(&part.attempt).into_iter().flat_map(|lease| &lease.holds);
+        holds.any(|hold| hold.place.agent_id == part.place.agent_id && hold.expires_at > now)
     }
 
     /// Gives up an agent before its lease expires. Until the expiry, or until the agent reports no ranks of the attempt, it gets no work.
-    pub(crate) fn give_up(&self, expired: &ExpiredPart) {
+    pub(crate) fn give_up(&self, part: &AttemptPart) {
         let leases = lock(&self.table);
-        let lease = leases.by_job.get(&expired.attempt.job);
-        let hold = lease.and_then(|lease| lease.live_hold_on(&expired.place.agent_id));
+        let lease = leases.by_job.get(&part.attempt.job);
+        let hold = lease.and_then(|lease| lease.live_hold_on(&part.place.agent_id));
         if let Some(ranks_end_by) = hold.map(|hold| hold.expires_at) {
-            let (agent_id, attempt) = (expired.place.agent_id.clone(), expired.attempt.clone());
+            let (agent_id, attempt) = (part.place.agent_id.clone(), part.attempt.clone());
             let mut given_up = lock(&self.given_up);
             given_up.retain(|entry| entry.ranks_end_by > Instant::now());
             given_up.push(GivenUp { agent_id, attempt, ranks_end_by });
@@ -110,8 +110,8 @@ impl Leases {
         });
     }
 
-    /// Like [`Self::renew`], for an agent that has just connected. Until its ranks of the returned attempts have ended, the agent gets no
-    /// work, because an earlier server may have given it up.
+    /// Like [`Self::renew`], for an agent that has just connected. Returns the attempts that do not or no longer belong to the agent. Until
+    /// the agent's ranks of these attempts have ended, the agent gets no work, because an earlier server may have given it up.
     pub(crate) fn renew_at_connect(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
         let foreign = self.renew(agent_id, attempts);
         let (now, ranks_end_by) = (Instant::now(), Instant::now() + self.duration);

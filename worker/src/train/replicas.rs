@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_that_differ_from_the_majority_are_named_or_else_all_ranks() {
+    fn ranks_that_differ_are_named_or_all_ranks_without_a_majority() {
         for (checksums, named) in [
             (&[7, 7][..], None),
             (&[7, 8][..], Some("the weights of ranks 0 and 1 differ from each other")),

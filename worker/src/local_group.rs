@@ -1,20 +1,19 @@
 //! Short-lived rank processes on this machine that run one measurement together. Used by `doctor` and `bench`.
 
-use crate::supervisor::{Exit, Orphans, Rank, RankGroup, RankProcess, UnixProcessGroup};
 use lockstep_comm::{
     ProcessGroup, SingleRank,
     rendezvous::{RendezvousConfig, RendezvousError, Store, free_port},
     ring::Ring,
 };
 use lockstep_engine::registry;
-use lockstep_host::{NCCL_INTERFACE_VARIABLE, gpu::RankGpu, memory_file, own_program};
+use lockstep_host::{NCCL_INTERFACE_VARIABLE, SECRET_VARIABLES, gpu::RankGpu, memory_file, own_program};
 use lockstep_protocol::spec::Device;
 use serde::{Deserialize, Serialize};
 use std::{
     ffi::OsString,
     fs::File,
     io::{self, Read, Seek},
-    process::{Command, Stdio},
+    process::{Child, Command, Stdio},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -104,36 +103,55 @@ pub fn members(world_size: u32, devices: &[String]) -> io::Result<Vec<Member>> {
 /// # Errors
 /// A member fails (the error describes the first failure), or `limit` has passed. The other members are killed.
 pub fn run(arguments: &[OsString], members: &[Member], limit: Duration) -> Result<Vec<u8>, String> {
-    // Dropping `ranks` kills its processes, so they end with this call.
-    let mut ranks = RankGroup::new(Orphans::Kill);
+    let mut processes = Processes(Vec::new());
     let mut outputs = Vec::new();
     for member in members {
         let rank = member.rank;
         let (process, output) =
             start(arguments, member).map_err(|e| format!("rank {rank} cannot be started: {e}"))?;
-        ranks.ranks.push(Rank::without_records(process, ()));
+        processes.0.push(process);
         outputs.push(output);
     }
     let began = Instant::now();
-    while !ranks.has_ended() {
+    loop {
+        let mut have_all_ended = true;
+        for ((member, process), (_, stderr)) in members.iter().zip(&mut processes.0).zip(&outputs) {
+            let rank = member.rank;
+            let Some(status) = process.try_wait().map_err(|e| format!("rank {rank}: {e}"))? else {
+                have_all_ended = false;
+                continue;
+            };
+            if !status.success() {
+                let stderr = String::from_utf8_lossy(&read_written(stderr)).trim().to_owned();
+                let why = if stderr.is_empty() { status.to_string() } else { stderr };
+                return Err(format!("rank {rank}: {why}"));
+            }
+        }
+        if have_all_ended {
+            return Ok(outputs.first().map_or_else(Vec::new, |(stdout, _)| read_written(stdout)));
+        }
         if began.elapsed() > limit {
             return Err(format!("the ranks have not ended after {:.0} s", limit.as_secs_f64()));
         }
         std::thread::sleep(POLL_EVERY);
-        ranks.poll();
-        for (end, (_, stderr)) in ranks.ends().zip(&outputs) {
-            if let Some(exit) = end.exit.filter(|exit| *exit != Exit::Status(0)) {
-                let stderr = String::from_utf8_lossy(&read_written(stderr)).trim().to_owned();
-                let why = if stderr.is_empty() { exit.to_string() } else { stderr };
-                return Err(format!("rank {}: {why}", end.rank));
-            }
-        }
     }
-    Ok(outputs.first().map_or_else(Vec::new, |(stdout, _)| read_written(stdout)))
 }
 
-/// Starts a member. Also returns its standard output and its standard error, which are files in memory.
-fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, (File, File))> {
+/// The processes of the members. Dropping this value ends them.
+struct Processes(Vec<Child>);
+
+impl Drop for Processes {
+    fn drop(&mut self) {
+        // Kill all of them first, because they may be waiting for each other. Errors do not matter, because a process
+        // that has ended needs neither.
+        self.0.iter_mut().for_each(|process| drop(process.kill()));
+        self.0.iter_mut().for_each(|process| drop(process.wait()));
+    }
+}
+
+/// Starts a member. Also returns its standard output and its standard error, which are files in memory. The process is
+/// in this process's group, so that Ctrl-C ends both.
+fn start(arguments: &[OsString], member: &Member) -> io::Result<(Child, (File, File))> {
     let (stdout, stderr) = (memory_file()?, memory_file()?);
     let mut command = Command::new(own_program()?);
     command
@@ -148,9 +166,10 @@ fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, (F
         // Without `=`, NCCL treats the name as a prefix.
         command.env(NCCL_INTERFACE_VARIABLE, format!("={interface}"));
     }
-    // The members are in this process's group, so that Ctrl-C ends them too.
-    let process = RankProcess::spawn(member.rank, &mut command, UnixProcessGroup::Inherited)?;
-    Ok((process, (stdout, stderr)))
+    for name in SECRET_VARIABLES {
+        command.env_remove(name);
+    }
+    Ok((command.spawn()?, (stdout, stderr)))
 }
 
 /// Reads what has been written to a file, as far as that is possible.

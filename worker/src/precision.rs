@@ -30,6 +30,11 @@ impl SkippedSteps {
         self.recent.retain(|old| old + WINDOW > step);
     }
 
+    /// Whether so many recent steps were skipped that float16 is unsuitable.
+    pub fn is_persistent(&self) -> bool {
+        self.describe_if_persistent().is_some()
+    }
+
     /// Describes the recent skipped steps. `None` unless they are so many that float16 is unsuitable.
     pub fn describe_if_persistent(&self) -> Option<String> {
         let are_consecutive = match *self.recent.as_slice() {

@@ -203,7 +203,7 @@ fn run_attempt(
     let outcome = train(&Training {
         spec: &start.spec,
         dataset: &dataset,
-        weights_in: start.files.weights_in.as_ref(),
+        pretrained_folders: start.files.weights_in.as_ref(),
         // An agent, which sets `lease`, has examined the files before the job's first start.
         changes: if config.lease.is_some() { ChangeDetection::Folders } else { ChangeDetection::Files },
         checkpoints: &checkpoints,

@@ -20,7 +20,7 @@ mod usage;
 pub use cause::{Failure, FailureCause, RankEnd, failure_cause};
 pub use group::{EndDelays, Orphans, RankGroup, Stop};
 pub use launch::{configs, rank_file};
-pub use process::{Exit, RankProcess, UnixProcessGroup};
+pub use process::{Exit, RankProcess};
 pub use rank::{Rank, RecordSink};
 pub use spare::Spare;
 pub use usage::{RankUsage, rank_usage};

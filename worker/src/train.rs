@@ -14,11 +14,11 @@ mod last_step;
 mod layers;
 mod measure;
 mod memory;
-mod parts;
 mod plan;
 mod pretrained;
 mod replicas;
 mod saving;
+mod sharded_writer;
 mod start;
 mod step;
 mod votes;
@@ -43,8 +43,8 @@ use lockstep_protocol::{
     spec::{JobSpec, ValidationDivision},
 };
 use measure::ThroughputMeter;
-use parts::Parts;
 use plan::RunPlan;
+use sharded_writer::ShardedWriter;
 use std::{
     collections::{BTreeMap, VecDeque},
     panic::resume_unwind,
@@ -64,7 +64,7 @@ pub struct Training<'a> {
     pub spec: &'a JobSpec,
     pub dataset: &'a Path,
     /// The folders in which the file named by `model.pretrained` may be. `None` if it may be in any folder.
-    pub weights_in: Option<&'a AllowedFolders>,
+    pub pretrained_folders: Option<&'a AllowedFolders>,
     /// How the ranks detect changes of the dataset's files. Comparing the folders' times is enough if an agent has examined the files before.
     pub changes: ChangeDetection,
     /// The folder `checkpoints` in the job's folder.
@@ -174,8 +174,8 @@ fn train_with<'a>(
         crate::checkpoint::remove_leftovers(training.checkpoints)?;
     }
 
-    let parts = Parts::of(training, &plan, beginning.best.as_ref())?;
-    let writer = if training.is_first() && parts.is_none() {
+    let sharded_writer = ShardedWriter::of(training, &plan, beginning.best.as_ref())?;
+    let writer = if training.is_first() && sharded_writer.is_none() {
         Some(CheckpointWriter::start(training.checkpoints, &spec.checkpoint, beginning.best.clone())?)
     } else {
         None
@@ -198,7 +198,7 @@ fn train_with<'a>(
         last_average_step: beginning.step,
         best: beginning.best,
         stop_progress: beginning.stop_progress,
-        divisions: beginning.divisions,
+        validation_divisions: beginning.validation_divisions,
         has_last_weights: true,
         in_flight: VecDeque::new(),
         not_finite: None,
@@ -210,7 +210,7 @@ fn train_with<'a>(
         engine: CurrentEngine(Some(engine)),
         build_engine,
         writer,
-        parts,
+        sharded_writer,
         has_warned_of_slow_writes: false,
         unwritten: None,
         throughput,
@@ -246,7 +246,7 @@ struct Run<'a> {
     /// Writes whole checkpoints. Only on rank 0.
     writer: Option<CheckpointWriter>,
     /// Writes sharded checkpoints.
-    parts: Option<Parts>,
+    sharded_writer: Option<ShardedWriter>,
     /// Whether the log already warns that a checkpoint may take longer than ranks have at their end.
     has_warned_of_slow_writes: bool,
     /// The step of the last checkpoint that could not be written, and the number of failed attempts.
@@ -267,8 +267,8 @@ struct Run<'a> {
     best: Option<Best>,
     /// See [`State::stop`](crate::checkpoint::State::stop).
     stop_progress: Option<StopProgress>,
-    /// See [`State::divisions`](crate::checkpoint::State::divisions).
-    divisions: Vec<ValidationDivision>,
+    /// How this run, and the runs from which it continues, divided pictures into training and validation.
+    validation_divisions: Vec<ValidationDivision>,
     /// Whether the engine has the weights of the last step. False while the average of the weights is evaluated.
     has_last_weights: bool,
     /// Steps that were started and whose results have not been reported yet, oldest first.
@@ -321,7 +321,7 @@ impl Run<'_> {
                 let mut batches = self.data.epoch(self.plan.rest_of_epoch(&self.data, self.step));
                 // The loop ends early if float16 overflows too often. The rest of the epoch is then prepared again
                 // for a bfloat16 engine.
-                while self.step < end && self.skipped.describe_if_persistent().is_none() {
+                while self.step < end && !self.skipped.is_persistent() {
                     let continues = self.run_step(batches.as_mut())?;
                     if !continues {
                         return self.stop();
@@ -329,7 +329,7 @@ impl Run<'_> {
                     if self.step < end && self.plan.has_checkpoint_after_step(self.step) {
                         self.save()?;
                     } else {
-                        self.compare_if_due()?;
+                        self.compare_ranks_weights_if_due()?;
                     }
                 }
                 drop(batches);

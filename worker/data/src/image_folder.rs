@@ -72,7 +72,7 @@ pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, Dat
 const OWN_FOLDERS: &str = "lockstep-";
 
 /// Whether a folder's name contains the name of a split, as in `train2017`, `testA` and `images_val`.
-pub(super) fn is_named_like_split(folder: &Path) -> bool {
+fn is_named_like_split(folder: &Path) -> bool {
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     name.split(['_', '-', '.']).any(|part| {
         let part = part.trim_end_matches(|c: char| c.is_ascii_digit());
@@ -90,12 +90,6 @@ fn is_plain(dir: &Path) -> bool {
     !all.iter().any(|path| is_named_like_split(path)) && with_pictures.take(2).count() == 2
 }
 
-/// The folder of the dataset, if `classes` is a folder of class folders: the folder itself, or the folder above a split.
-pub(super) fn dataset_of_class(classes: &Path) -> Option<&Path> {
-    let dataset = if split_of(classes).is_some() { classes.parent()? } else { classes };
-    is_plain(classes).then_some(dataset)
-}
-
 /// Finds the pictures in `dir/<class>/`, all of them for training; `None` unless the folder is [plain](is_plain).
 pub(super) fn find_plain(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
     let read = || {
@@ -109,27 +103,6 @@ pub(super) fn find_plain(dir: &Path, store: &IndexStore) -> Option<Result<Catalo
         Ok(Catalog { format: "image_folder", classes, splits, ..Catalog::default() })
     };
     is_plain(dir).then(read)
-}
-
-/// Advice for a folder that has validation pictures and no training pictures. `None` for other folders.
-pub(super) fn validation_only_advice(dir: &Path) -> Option<String> {
-    let all = entries(dir).ok()?;
-    let split = all
-        .iter()
-        .find(|path| split_of(path) != Some("train") && split_of(path).is_some() && contains_folders(path))?;
-    let split = split.file_name()?.to_string_lossy();
-    // Another folder may have the training pictures.
-    let is_alone = all.iter().filter(|path| path.is_dir()).count() == 1 && training_folder(dir).is_none();
-    let link = if is_alone {
-        format!(
-            ". If {split}/ is used only for evaluation (`lockstep evaluate JOB --dataset NAME`), link it as the training split: ln -s \
-             {split} '{}'",
-            dir.join("train").display()
-        )
-    } else {
-        String::new()
-    };
-    Some(format!("; it has {split}/<class>/ and no train/<class>/: put training pictures there{link}"))
 }
 
 fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, DataError> {

@@ -44,7 +44,7 @@ use listing::Listing;
 use lockstep_host::files::{self, allowed::is_allowed};
 use lockstep_protocol::{
     agent::AllowedFolders,
-    dataset::{BrokenFile, class_names_mistake, too_few_classes},
+    dataset::{BrokenFile, class_names_mistake},
 };
 use std::{
     fs, io,
@@ -180,78 +180,27 @@ impl Catalog {
 /// Why a folder is not a dataset, and what to do.
 fn not_a_dataset(path: &Path) -> DataError {
     let entries = image_folder::entries(path).unwrap_or_default();
-    let with_pictures = entries.iter().take(MAX_ENTRIES_READ).filter(|path| has_pictures(path));
-    let (splits, classes): (Vec<&PathBuf>, Vec<&PathBuf>) =
-        with_pictures.partition(|path| image_folder::split_of(path).is_some());
-    let only_class = match &classes[..] {
-        [class] if !image_folder::is_named_like_split(class) => Some(*class),
-        _ => None,
-    };
-    let folders: Vec<&PathBuf> = entries.iter().filter(|path| path.is_dir()).collect();
-    if let Some(class) = only_class
-        && folders.len() == 1
-    {
-        let class = class.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let mistake = too_few_classes(&[class]).unwrap_or_default();
-        return DataError::Invalid(format!("{} {mistake}", path.display()));
-    }
-    let is_empty = |path: &&PathBuf| fs::read_dir(path).is_ok_and(|mut folder| folder.next().is_none());
-    let empty: Vec<&PathBuf> = entries.iter().filter(is_empty).collect();
-    let parent = path.parent().filter(|_| has_pictures(path));
     let unreadable =
         |folder: &Path| image_folder::entries(folder).err().map(|why| DataError::file(folder, why));
-    let unreadable =
-        unreadable(path).or_else(|| folders.iter().copied().find_map(|folder| unreadable(folder)));
-    let hint = if let Some(error) = unreadable {
-        format!("; {error}")
-    } else if let Some(class) = only_class
-        && !empty.is_empty()
-    {
-        format!(
-            "; a dataset needs pictures of two classes, but only {} has pictures; empty: {}",
-            list_names(&[class]),
-            list_names(&empty)
-        )
-    } else if let Some(dataset) = parent.and_then(image_folder::dataset_of_class) {
-        format!(
-            "; if this folder is one class of {0}, give {0}; otherwise move the pictures to train/<class>/",
-            dataset.display()
-        )
-    } else if !classes.is_empty() {
-        let hold = if classes.len() == 1 { "holds" } else { "hold" };
-        format!(
-            "; {} {hold} pictures: put each class of training pictures into a folder train/<class>/",
-            list_names(&classes)
-        )
-    } else if !splits.is_empty() || has_pictures(path) {
-        let place = if splits.is_empty() { "this folder".into() } else { list_names(&splits) };
-        let parent = parent.filter(|parent| splits.is_empty() && !parent.as_os_str().is_empty());
-        let parent = parent.map(|parent| format!(". If this folder is a class, give {}", parent.display()));
-        format!(
-            "; pictures lie directly in {place}, but a picture's class is the name of its folder: move them to train/<class>/{}",
-            parent.unwrap_or_default()
-        )
-    } else if let Some(advice) = image_folder::validation_only_advice(path) {
-        advice
+    let folders = entries.iter().map(PathBuf::as_path).filter(|path| path.is_dir());
+    let advice = if let Some(error) = std::iter::once(path).chain(folders).find_map(unreadable) {
+        error.to_string()
     } else if path.join("data_batch_1").is_file() || path.join("cifar-10-batches-py").is_dir() {
-        "; this is CIFAR's Python version, which contains pickles: download the binary version".into()
+        "this is CIFAR's Python version, which contains pickles: download the binary version".into()
     } else if shards::has_only_compressed(path) {
-        "; its shards are compressed, but pictures are read at arbitrary offsets: decompress the shards (gunzip) to *.tar".into()
-    } else if fs::read_dir(path).is_ok_and(|mut d| d.next().is_none()) {
-        "; the folder is empty".into()
-    } else if !folders.is_empty() {
-        format!(
-            "; no picture lies directly in {}: move the pictures of each class directly into its folder, or choose a folder whose subfolders \
-             are the classes",
-            list_names(&folders)
-        )
+        "its shards are compressed, but pictures are read at arbitrary offsets: decompress the shards (gunzip) to *.tar".into()
     } else {
-        String::new()
+        "a picture's class is the name of its folder: put the training pictures of each class directly into a folder \
+         train/<class>/, for at least two classes, and give the folder that contains train/"
+            .into()
     };
-    let contents =
-        if entries.is_empty() { String::new() } else { format!("; it has {}", list_names(&entries)) };
+    let contents = if entries.is_empty() {
+        "the folder is empty".into()
+    } else {
+        format!("it has {}", list_names(&entries))
+    };
     DataError::Invalid(format!(
-        "{} holds no known dataset{contents}{hint}; looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
+        "{} holds no known dataset; {contents}; {advice}; looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
          train-images-idx3-ubyte (IDX, .gz or not), train/<class>/ or two and more <class>/ (pictures), *.tar (WebDataset) and \
          *.parquet",
         path.display()

@@ -15,10 +15,7 @@ pub fn nccl_variable() -> Option<String> {
 ///
 /// # Errors
 /// No interface with such a name has an address. The error is a sentence.
-pub fn interface_of_variable(
-    all: &[(String, IpAddr)],
-    value: &str,
-) -> Result<Option<(String, IpAddr)>, String> {
+pub fn select_interface(all: &[(String, IpAddr)], value: &str) -> Result<Option<(String, IpAddr)>, String> {
     if value.starts_with('^') {
         return Ok(None);
     }
@@ -105,7 +102,7 @@ mod tests {
             ("eth10".to_owned(), ip("10.2.0.5")),
             ("ib0".to_owned(), ip("fd01::5")),
         ];
-        let named = |value: &str| interface_of_variable(&all, value).map(|found| found.map(|(name, _)| name));
+        let named = |value: &str| select_interface(&all, value).map(|found| found.map(|(name, _)| name));
         for (value, name) in [
             ("=eth1", "eth1"),
             ("eth", "eth0"),
@@ -115,7 +112,7 @@ mod tests {
         ] {
             assert_eq!(named(value), Ok(Some(name.into())), "{value}");
         }
-        assert_eq!(interface_of_variable(&all, "=eth1"), Ok(Some(("eth1".into(), ip("10.1.0.5")))));
+        assert_eq!(select_interface(&all, "=eth1"), Ok(Some(("eth1".into(), ip("10.1.0.5")))));
         assert_eq!(named("^eth0"), Ok(None));
         assert_eq!(named("^=eth0"), Ok(None));
         let error = named("=eth").unwrap_err();

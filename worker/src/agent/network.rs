@@ -2,7 +2,7 @@
 
 use super::{AgentError, Options};
 use lockstep_host::{
-    interfaces::{first_address, interface_of_variable, interfaces, speed_mbits},
+    interfaces::{first_address, interfaces, select_interface, speed_mbits},
     nccl_variable, network_id,
 };
 use lockstep_protocol::agent::{Machine, RankNetwork};
@@ -50,7 +50,7 @@ impl Network {
                 Some((found.map_err(|why| format!("--interface {name}: {why}"))?, "named by --interface"))
             }
             (None, Some(value)) => {
-                interface_of_variable(&all()?, value)?.map(|found| (found, "named by NCCL_SOCKET_IFNAME"))
+                select_interface(&all()?, value)?.map(|found| (found, "named by NCCL_SOCKET_IFNAME"))
             }
             (None, None) => None,
         };

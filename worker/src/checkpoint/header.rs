@@ -1,10 +1,7 @@
 //! The header of a safetensors file (<https://github.com/huggingface/safetensors#format>): eight bytes with its
-//! length, then JSON with the type, shape and offsets of each tensor. Errors name the tensor, and are found before
-//! any values are read.
+//! length, then JSON with the type, shape and offsets of each tensor. Errors are found before any values are read.
 
-use safetensors::Dtype;
-use serde::Deserialize;
-use serde_json::Value;
+use safetensors::tensor::{Metadata, TensorInfo};
 use std::{
     collections::{BTreeMap, HashMap},
     io::Read,
@@ -15,38 +12,12 @@ pub(super) const HEADER_BYTES: u64 = 16 << 20;
 /// Size of the length field before the header.
 const LENGTH_BYTES: u64 = 8;
 
-/// A tensor's entry in the header.
-#[derive(Debug, Deserialize)]
-pub(super) struct Entry {
-    pub(super) dtype: String,
-    pub(super) shape: Vec<usize>,
-    /// Begin and end, relative to the end of the header.
-    pub(super) data_offsets: [u64; 2],
-}
-
-impl Entry {
-    /// The type, if it is known.
-    pub(super) fn dtype(&self) -> Option<Dtype> {
-        serde_json::from_value(Value::String(self.dtype.clone())).ok()
-    }
-
-    /// The size in bytes according to type and shape. `None` if the bits do not fill whole bytes, or if the type is
-    /// unknown.
-    pub(super) fn bytes(&self) -> Option<u64> {
-        let mut bits = u64::try_from(self.dtype()?.bitsize()).ok()?;
-        for side in &self.shape {
-            bits = bits.checked_mul(u64::try_from(*side).ok()?)?;
-        }
-        bits.is_multiple_of(8).then_some(bits / 8)
-    }
-}
-
 #[derive(Debug)]
 pub(super) struct Header {
-    pub(super) tensors: BTreeMap<String, Entry>,
+    pub(super) tensors: BTreeMap<String, TensorInfo>,
     pub(super) metadata: HashMap<String, String>,
-    /// The number of bytes after the header, according to the file's length.
-    pub(super) data_bytes: u64,
+    /// The offset in the file of the first tensor's values.
+    pub(super) data_begin: u64,
 }
 
 /// Why a file has no valid header.
@@ -100,67 +71,18 @@ fn read_after_length(first: &[u8], file: impl Read, file_bytes: u64) -> Result<H
     };
     let mut bytes = Vec::new();
     file.take(length).read_to_end(&mut bytes).map_err(|e| invalid(e.to_string()))?;
-    let mut all: BTreeMap<String, Value> =
-        serde_json::from_slice(&bytes).map_err(|e| invalid(e.to_string()))?;
-    let metadata = all.remove("__metadata__").map(serde_json::from_value).transpose();
-    let metadata = metadata.map_err(|e| invalid(format!("__metadata__: {e}")))?.unwrap_or_default();
-    let mut tensors = BTreeMap::new();
-    for (name, entry) in all {
-        let entry = serde_json::from_value(entry).map_err(|e| invalid(format!("{name}: {e}")))?;
-        tensors.insert(name, entry);
+    // Parsing checks that the tensors follow each other without gaps, each with the length that follows from its type and shape.
+    let parsed: Metadata = serde_json::from_slice(&bytes).map_err(|e| invalid(e.to_string()))?;
+    let data_bytes = bytes_after_length - length;
+    if parsed.data_len() as u64 != data_bytes {
+        return Err(invalid(format!(
+            "it has {data_bytes} bytes of tensors, and its header describes {}; it was cut off, or its header is wrong",
+            parsed.data_len()
+        )));
     }
-    Ok(Header { tensors, metadata, data_bytes: bytes_after_length.saturating_sub(length) })
-}
-
-impl Header {
-    /// Checks that the tensors follow each other in the file without gaps or other data, each with the length that
-    /// follows from its type and shape.
-    ///
-    /// # Errors
-    /// The first invalid tensor, by name.
-    pub(super) fn check_layout(&self) -> Result<(), String> {
-        let mut ranges: Vec<_> =
-            self.tensors.iter().map(|(name, entry)| (entry.data_offsets, name)).collect();
-        ranges.sort();
-        let furthest = ranges.iter().max_by_key(|([_, end], _)| *end);
-        if let Some(([_, end], name)) = furthest.filter(|([_, end], _)| *end > self.data_bytes) {
-            return Err(format!(
-                "it has {} bytes of tensors, and {name} ends at byte {end} of them; it was cut off, or its header is wrong",
-                self.data_bytes
-            ));
-        }
-        for (name, entry) in &self.tensors {
-            let [begin, end] = entry.data_offsets;
-            let bytes = entry.bytes();
-            if end.checked_sub(begin).is_none_or(|file_bytes| Some(file_bytes) != bytes) {
-                let size =
-                    bytes.map_or_else(|| "an unknown number of bytes".into(), |n| format!("{n} bytes"));
-                return Err(format!(
-                    "{name} is {:?} of {}, which takes {size}, and lies from byte {begin} to {end}",
-                    entry.shape, entry.dtype
-                ));
-            }
-        }
-        let (mut previous, mut previous_end) = ("the header", 0);
-        for ([begin, end], name) in ranges {
-            if begin < previous_end {
-                return Err(format!(
-                    "{name} begins at byte {begin}, before {previous} ends (byte {previous_end})"
-                ));
-            }
-            if begin > previous_end {
-                return Err(format!(
-                    "{name} begins at byte {begin}, and {previous} ends at byte {previous_end}"
-                ));
-            }
-            (previous, previous_end) = (name.as_str(), end);
-        }
-        if previous_end < self.data_bytes {
-            let rest = self.data_bytes - previous_end;
-            return Err(format!("{rest} bytes after {previous} belong to no tensor"));
-        }
-        Ok(())
-    }
+    let tensors = parsed.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
+    let metadata = parsed.metadata().clone().unwrap_or_default();
+    Ok(Header { tensors, metadata, data_begin: LENGTH_BYTES + length })
 }
 
 #[cfg(test)]
@@ -174,11 +96,6 @@ mod tests {
         bytes
     }
 
-    fn check_layout(header: &str, data: usize) -> Result<(), String> {
-        let bytes = file(header, data);
-        read(&bytes[..], bytes.len() as u64).unwrap().check_layout()
-    }
-
     fn two(first: [u64; 2], second: [u64; 2], shape: &str) -> String {
         format!(
             r#"{{"a":{{"dtype":"F32","shape":[2],"data_offsets":{first:?}}},"b":{{"dtype":"F32","shape":{shape},"data_offsets":{second:?}}}}}"#
@@ -186,33 +103,27 @@ mod tests {
     }
 
     #[test]
-    fn a_tensor_with_invalid_offsets_is_named() {
-        assert_eq!(check_layout(&two([0, 8], [8, 20], "[3]"), 12 + 8), Ok(()));
-        assert_eq!(check_layout(&two([12, 20], [0, 12], "[3]"), 20), Ok(()), "tensors may be in any order");
+    fn invalid_layouts_are_refused() {
+        let read_file = |header: &str, data: usize| {
+            let bytes = file(header, data);
+            match read(&bytes[..], bytes.len() as u64) {
+                Err(NoHeader::Other(message)) => Err(message),
+                other => Ok(other.unwrap().tensors.len()),
+            }
+        };
+        assert_eq!(read_file(&two([0, 8], [8, 20], "[3]"), 20), Ok(2));
+        assert_eq!(read_file(&two([12, 20], [0, 12], "[3]"), 20), Ok(2), "tensors may be in any order");
         for (header, data, detail) in [
-            (two([0, 8], [4, 16], "[3]"), 20, "b begins at byte 4, before a ends (byte 8)"),
-            (two([0, 8], [0, 8], "[2]"), 8, "b begins at byte 0, before a ends (byte 8)"),
-            (two([0, 8], [12, 24], "[3]"), 24, "b begins at byte 12, and a ends at byte 8"),
-            (two([4, 12], [12, 24], "[3]"), 24, "a begins at byte 4, and the header ends at byte 0"),
-            (two([0, 8], [8, 20], "[3]"), 19, "it has 19 bytes of tensors, and b ends at byte 20"),
-            (
-                two([0, 8], [8, 20], "[4]"),
-                20,
-                "b is [4] of F32, which takes 16 bytes, and lies from byte 8 to 20",
-            ),
-            (
-                two([0, 8], [20, 8], "[3]"),
-                20,
-                "b is [3] of F32, which takes 12 bytes, and lies from byte 20 to 8",
-            ),
-            (two([0, 8], [8, 20], "[3]"), 21, "1 bytes after b belong to no tensor"),
-            (
-                two([0, 8], [8, 20], "[4294967296,4294967296,4]"),
-                20,
-                "which takes an unknown number of bytes, and lies from byte 8 to 20",
-            ),
+            (two([0, 8], [4, 16], "[3]"), 20, "invalid offset for tensor `b`"),
+            (two([0, 8], [12, 24], "[3]"), 24, "invalid offset for tensor `b`"),
+            (two([4, 12], [12, 24], "[3]"), 24, "invalid offset for tensor `a`"),
+            (two([0, 8], [20, 8], "[3]"), 20, "invalid offset for tensor `b`"),
+            (two([0, 8], [8, 20], "[3]"), 19, "it has 19 bytes of tensors, and its header describes 20"),
+            (two([0, 8], [8, 20], "[3]"), 21, "it has 21 bytes of tensors, and its header describes 20"),
+            (two([0, 8], [8, 20], "[4]"), 20, "invalid shape, data type, or offset"),
+            (two([0, 8], [8, 20], "[4294967296,4294967296,4]"), 20, "overflow"),
         ] {
-            let message = check_layout(&header, data).unwrap_err();
+            let message = read_file(&header, data).unwrap_err();
             assert!(message.contains(detail), "{detail:?} in {message}");
         }
     }

@@ -4,14 +4,14 @@
 
 use super::{
     ManifestFile,
-    header::{self, Entry, Header, NoHeader},
+    header::{self, Header, NoHeader},
 };
 use lockstep_host::{
     files,
     tensors::{HostTensor, NamedTensors},
 };
 use lockstep_protocol::pickle;
-use safetensors::Dtype;
+use safetensors::{Dtype, tensor::TensorInfo};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
@@ -19,7 +19,6 @@ use std::{
     borrow::Cow,
     cmp::Reverse,
     collections::{BTreeMap, HashMap},
-    fmt::Display,
     fs::File,
     io::{self, BufWriter, Read, Write},
     os::unix::fs::FileExt,
@@ -105,13 +104,11 @@ pub fn join(files: &[PathBuf], path: &Path) -> Result<ManifestFile, String> {
         let header = read_checked_header(file, &opened, file_bytes)?;
         metadata.extend(header.metadata);
         for (name, entry) in header.tensors {
-            let [begin, end] = entry.data_offsets;
-            let mut bytes = vec![0; (end - begin) as usize];
-            let read = opened.read_exact_at(&mut bytes, file_bytes - header.data_bytes + begin);
+            let (begin, end) = entry.data_offsets;
+            let mut bytes = vec![0; end - begin];
+            let read = opened.read_exact_at(&mut bytes, header.data_begin + begin as u64);
             read.map_err(|e| format!("{}: {name}: {e}", file.display()))?;
-            let dtype =
-                entry.dtype().ok_or_else(|| layout_error(file, format!("{name} has no known type")))?;
-            all.insert(name, TensorData { dtype, shape: entry.shape, bytes: bytes.into() });
+            all.insert(name, TensorData { dtype: entry.dtype, shape: entry.shape, bytes: bytes.into() });
         }
     }
     write_all(path, &all, &metadata).map_err(|e| format!("{}: {e}", path.display()))
@@ -172,31 +169,33 @@ pub(crate) fn read_opened(
     let with_path = |e: String| format!("{}: {e}", path.display());
     let mut header = read_checked_header(path, &file, file_bytes)?;
     header.tensors.retain(|name, _| !name.ends_with(BATCHES_TRACKED) && select(name));
-    let bytes: u64 = header.tensors.values().filter_map(Entry::bytes).sum();
+    let bytes: u64 = header.tensors.values().map(size_bytes).sum();
     if bytes > MAX_TENSOR_BYTES {
         return Err(with_path(format!(
             "has {bytes} bytes of tensors; at most {MAX_TENSOR_BYTES} are allowed"
         )));
     }
-    let data_start = file_bytes - header.data_bytes;
     let mut tensors = NamedTensors::new();
-    for (name, Entry { dtype, shape, data_offsets: [begin, end] }) in header.tensors {
+    for (name, TensorInfo { dtype, shape, data_offsets: (begin, end) }) in header.tensors {
         let read = |data: &mut [u8]| {
-            file.read_exact_at(data, data_start + begin).map_err(|e| with_path(format!("{name}: {e}")))
+            let read = file.read_exact_at(data, header.data_begin + begin as u64);
+            read.map_err(|e| with_path(format!("{name}: {e}")))
         };
-        if dtype == "F32" {
+        if dtype == Dtype::F32 {
             // Read without a second copy, because tensors may be large.
-            let mut values = vec![0f32; (end - begin) as usize / 4];
+            let mut values = vec![0f32; (end - begin) / 4];
             read(bytemuck::cast_slice_mut(&mut values[..]))?;
             tensors.insert(name, HostTensor { shape, values });
             continue;
         }
-        let mut data = vec![0; (end - begin) as usize];
+        let mut data = vec![0; end - begin];
         read(&mut data)?;
-        let values: Vec<f32> = match &*dtype {
-            "F64" => bytemuck::pod_collect_to_vec::<u8, f64>(&data).into_iter().map(|v| v as f32).collect(),
-            "BF16" => halves(&data).map(|bits| half::bf16::from_bits(bits).to_f32()).collect(),
-            "F16" => halves(&data).map(|bits| half::f16::from_bits(bits).to_f32()).collect(),
+        let values: Vec<f32> = match dtype {
+            Dtype::F64 => {
+                bytemuck::pod_collect_to_vec::<u8, f64>(&data).into_iter().map(|v| v as f32).collect()
+            }
+            Dtype::BF16 => halves(&data).map(|bits| half::bf16::from_bits(bits).to_f32()).collect(),
+            Dtype::F16 => halves(&data).map(|bits| half::f16::from_bits(bits).to_f32()).collect(),
             other => return Err(with_path(format!("{name} is of type {other}; {SUPPORTED_TYPES}"))),
         };
         tensors.insert(name, HostTensor { shape, values });
@@ -214,25 +213,25 @@ fn read_header(path: &Path, file: impl Read, file_bytes: u64) -> Result<Header, 
         NoHeader::Pickled => {
             format!("{}: {}", path.display(), pickle::conversion_advice(&path.to_string_lossy()))
         }
-        NoHeader::Other(detail) => layout_error(path, detail),
+        NoHeader::Other(detail) => format!("{}: not a whole safetensors file: {detail}", path.display()),
     })
 }
 
-/// Reads the header of a file, and checks that its layout is valid and that [`read`] supports its types.
+/// Reads the header of a file, and checks that [`read`] supports its types.
 fn read_checked_header(path: &Path, file: impl Read, file_bytes: u64) -> Result<Header, String> {
     let header = read_header(path, file, file_bytes)?;
-    let is_readable = |(name, entry): &(&String, &Entry)| {
-        name.ends_with(BATCHES_TRACKED) || ["F32", "F64", "BF16", "F16"].contains(&&*entry.dtype)
+    let is_readable = |(name, entry): &(&String, &TensorInfo)| {
+        name.ends_with(BATCHES_TRACKED)
+            || matches!(entry.dtype, Dtype::F32 | Dtype::F64 | Dtype::BF16 | Dtype::F16)
     };
     if let Some((name, entry)) = header.tensors.iter().find(|tensor| !is_readable(tensor)) {
         return Err(format!("{}: {name} is of type {}; {SUPPORTED_TYPES}", path.display(), entry.dtype));
     }
-    header.check_layout().map_err(|e| layout_error(path, e))?;
     Ok(header)
 }
 
-fn layout_error(path: &Path, detail: impl Display) -> String {
-    format!("{}: not a whole safetensors file: {detail}", path.display())
+fn size_bytes(info: &TensorInfo) -> u64 {
+    (info.data_offsets.1 - info.data_offsets.0) as u64
 }
 
 /// Names and shapes of the tensors that [`read`] would read, from the file's header only.
@@ -258,7 +257,7 @@ pub(crate) fn shapes_opened(
 pub(super) fn sizes(path: &Path) -> Result<BTreeMap<String, u64>, String> {
     let (file, file_bytes) = open(path)?;
     let tensors = read_header(path, file, file_bytes)?.tensors;
-    Ok(tensors.into_iter().map(|(name, entry)| (name, entry.bytes().unwrap_or(0))).collect())
+    Ok(tensors.into_iter().map(|(name, info)| (name, size_bytes(&info))).collect())
 }
 
 /// The metadata of a file, from its header only.

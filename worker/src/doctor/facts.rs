@@ -7,7 +7,7 @@ use lockstep_host::{
         libraries::{Libraries, Library},
     },
     hostname,
-    interfaces::{interface_of_variable, interfaces, is_link_local},
+    interfaces::{interfaces, is_link_local, select_interface},
     network_id,
 };
 use serde::{Deserialize, Serialize};
@@ -81,7 +81,7 @@ fn find_address(
     ssh_connection: Option<&str>,
     address_of_route: impl Fn() -> io::Result<IpAddr>,
 ) -> Result<IpAddr, String> {
-    if let Some((_, ip)) = nccl_interface.map_or(Ok(None), |value| interface_of_variable(all, value))? {
+    if let Some((_, ip)) = nccl_interface.map_or(Ok(None), |value| select_interface(all, value))? {
         return Ok(ip);
     }
     let by_ssh = ssh_connection.and_then(|text| text.split_whitespace().nth(2)?.parse::<IpAddr>().ok());

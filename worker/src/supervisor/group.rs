@@ -1,4 +1,4 @@
-//! The ranks of one attempt or measurement on this machine, watched and ended together.
+//! The ranks of one attempt on this machine, watched and ended together.
 
 use super::{
     cause::{FailureCause, RankEnd, failure_cause},
@@ -52,8 +52,6 @@ pub enum Orphans {
     /// The ranks continue to run, and the next supervisor adopts them.
     Stay,
     Terminate,
-    /// The ranks are killed, and their ends are awaited.
-    Kill,
 }
 
 /// How long ranks may take to end by themselves after one of them has failed. A report that arrives meanwhile may
@@ -83,14 +81,12 @@ pub struct RankGroup<N: RecordSink> {
     stopping: Option<Stopping>,
     /// The time since which a failure of a rank is known. `None` if no rank has failed.
     failure_since: Option<Instant>,
-    /// Whether suspended ranks get SIGKILL instead of SIGTERM, because a suspended process does not react to SIGTERM.
-    pub kills_suspended: bool,
     orphans: Orphans,
 }
 
 impl<N: RecordSink> RankGroup<N> {
     pub fn new(orphans: Orphans) -> Self {
-        Self { ranks: Vec::new(), stopping: None, failure_since: None, kills_suspended: false, orphans }
+        Self { ranks: Vec::new(), stopping: None, failure_since: None, orphans }
     }
 
     /// Checks which ranks have ended.
@@ -204,7 +200,8 @@ impl<N: RecordSink> RankGroup<N> {
 
     fn signal(&mut self, signal: Signal) {
         for rank in &mut self.ranks {
-            let needs_kill = self.kills_suspended && signal == Signal::TERM && rank.process.is_suspended();
+            // A suspended process does not react to SIGTERM.
+            let needs_kill = signal == Signal::TERM && rank.process.is_suspended();
             rank.process.signal(if needs_kill { Signal::KILL } else { signal });
         }
     }
@@ -215,11 +212,6 @@ impl<N: RecordSink> Drop for RankGroup<N> {
         match self.orphans {
             Orphans::Stay => {}
             Orphans::Terminate => self.ranks.iter_mut().for_each(|rank| rank.process.signal(Signal::TERM)),
-            // Signal all ranks first, because they may be waiting for each other.
-            Orphans::Kill => {
-                self.ranks.iter_mut().for_each(|rank| rank.process.signal(Signal::KILL));
-                self.ranks.iter_mut().for_each(|rank| rank.process.kill_and_wait());
-            }
         }
     }
 }
@@ -227,23 +219,21 @@ impl<N: RecordSink> Drop for RankGroup<N> {
 #[cfg(test)]
 mod tests {
     use super::{
-        super::{
-            proc_fs::stat,
-            process::{RankProcess, UnixProcessGroup},
-        },
+        super::{proc_fs::stat, process::RankProcess},
         *,
     };
     use crate::testkit::wait_until;
+    use lockstep_protocol::agent::AttemptEvent;
     use rustix::process::{Pid, kill_process};
-    use std::process::Command;
+    use std::{path::Path, process::Command};
 
     /// A group of one rank that sleeps, and its process id.
-    fn sleeping_group(orphans: Orphans) -> (RankGroup<()>, i32) {
+    fn sleeping_group(orphans: Orphans) -> (RankGroup<Vec<AttemptEvent>>, i32) {
         let mut command = Command::new("sleep");
-        let process = RankProcess::spawn(0, command.arg("1000"), UnixProcessGroup::Own).unwrap();
+        let process = RankProcess::spawn(0, command.arg("1000")).unwrap();
         let pid = process.identity.pid;
         let mut ranks = RankGroup::new(orphans);
-        ranks.ranks.push(Rank::without_records(process, ()));
+        ranks.ranks.push(Rank::of_attempt(process, Path::new("/nonexistent"), Vec::new()));
         (ranks, pid)
     }
 
@@ -253,9 +243,6 @@ mod tests {
 
     #[test]
     fn dropping_a_group_treats_orphans_as_configured() {
-        let (ranks, pid) = sleeping_group(Orphans::Kill);
-        drop(ranks);
-        assert!(!runs(pid), "the drop waits for the rank");
         let (ranks, pid) = sleeping_group(Orphans::Terminate);
         drop(ranks);
         wait_until("the rank was not asked to end", || !runs(pid));
@@ -267,7 +254,7 @@ mod tests {
 
     #[test]
     fn only_a_more_urgent_stop_counts_and_ends_after_it_are_no_cause() {
-        let (mut ranks, pid) = sleeping_group(Orphans::Kill);
+        let (mut ranks, pid) = sleeping_group(Orphans::Stay);
         ranks.stop(Stop::Kill);
         // A less urgent order is ignored. Otherwise the group would wait for the checkpoint of a killed rank.
         ranks.stop(Stop::Save { within: Duration::from_secs(1000) });

@@ -4,7 +4,7 @@
 
 use super::{
     proc_fs::find_rank,
-    process::{Identity, RankProcess, UnixProcessGroup},
+    process::{Identity, RankProcess},
     spare::{self, Spare},
 };
 use crate::rank::{RankConfig, STOP_WITHIN_SECS};
@@ -101,8 +101,7 @@ impl RankProcess {
             .stdin(Stdio::null())
             .stdout(stdout)
             .stderr(stderr);
-        let mut process = Self::spawn(config.rank, &mut command, UnixProcessGroup::Own)
-            .map_err(|e| with_path(program, e))?;
+        let mut process = Self::spawn(config.rank, &mut command).map_err(|e| with_path(program, e))?;
         process.record(&config.attempt_dir())?;
         Ok(process)
     }

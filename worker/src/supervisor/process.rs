@@ -3,13 +3,12 @@
 use super::proc_fs::{self, stat};
 use lockstep_host::{SECRET_VARIABLES, boot_id};
 use lockstep_protocol::fault;
-use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+use rustix::process::{Pid, Signal, kill_process_group};
 use serde::{Deserialize, Serialize};
 use std::{
-    fmt,
     io::{self, Write},
     os::unix::process::{CommandExt, ExitStatusExt},
-    process::{Child, Command, ExitStatus},
+    process::{Child, Command},
 };
 
 /// How a rank process ended.
@@ -19,27 +18,6 @@ pub enum Exit {
     Signal(i32),
     /// The end was not observed. The rank's records may tell more.
     Unseen,
-}
-
-/// Formats the end as the standard library does: `exit status: 1`, `signal: 9 (SIGKILL)`.
-impl fmt::Display for Exit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Exit::Status(status) => write!(f, "{}", ExitStatus::from_raw(status << 8)),
-            Exit::Signal(signal) => write!(f, "{}", ExitStatus::from_raw(*signal)),
-            Exit::Unseen => f.write_str("the end was not observed"),
-        }
-    }
-}
-
-/// The process group of a rank's process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum UnixProcessGroup {
-    /// A separate group: Ctrl-C in the parent's terminal does not reach the rank, and processes that the rank starts
-    /// end with it.
-    Own,
-    /// The parent's group: Ctrl-C ends both.
-    Inherited,
 }
 
 /// The identity of a rank's process: the file `rank.<r>.pid`. Process ids are reused, but not together with the same
@@ -59,11 +37,11 @@ impl Identity {
     }
 }
 
-/// A rank process, started by this process or by an earlier supervisor.
+/// A rank process, started by this process or by an earlier supervisor. It has a process group of its own: Ctrl-C in the
+/// parent's terminal does not reach it, and processes that it starts end with it.
 #[derive(Debug)]
 pub struct RankProcess {
     pub(super) rank: u32,
-    group: UnixProcessGroup,
     pub(super) identity: Identity,
     /// `None` if an earlier supervisor started the process.
     child: Option<Child>,
@@ -75,24 +53,22 @@ impl RankProcess {
     ///
     /// # Errors
     /// The program cannot be started.
-    pub fn spawn(rank: u32, command: &mut Command, group: UnixProcessGroup) -> io::Result<Self> {
-        if group == UnixProcessGroup::Own {
-            command.process_group(0);
-        }
+    pub fn spawn(rank: u32, command: &mut Command) -> io::Result<Self> {
+        command.process_group(0);
         for name in SECRET_VARIABLES {
             command.env_remove(name);
         }
         let child = command.spawn()?;
         let identity = Identity::of(child.id().cast_signed());
-        Ok(Self { rank, group, identity, child: Some(child), exit: None })
+        Ok(Self { rank, identity, child: Some(child), exit: None })
     }
 
-    /// Adopts a process that an earlier supervisor started in a separate group. `identity` is `None` if no process was
-    /// found, so the rank has ended.
+    /// Adopts a process that an earlier supervisor started. `identity` is `None` if no process was found, so the rank
+    /// has ended.
     pub(super) fn from_identity(rank: u32, identity: Option<Identity>) -> Self {
         let exit = identity.is_none().then_some(Exit::Unseen);
         let identity = identity.unwrap_or(Identity { pid: 0, start_time: 0, boot_id: String::new() });
-        Self { rank, group: UnixProcessGroup::Own, identity, child: None, exit }
+        Self { rank, identity, child: None, exit }
     }
 
     /// Writes `bytes` to the standard input of the process, and closes the standard input.
@@ -120,8 +96,7 @@ impl RankProcess {
         self.exit
     }
 
-    /// Sends a signal to the process, or to its whole process group if the group is separate. Does nothing if the
-    /// process id has been reused.
+    /// Sends a signal to the process group. Does nothing if the process has ended.
     pub fn signal(&mut self, signal: Signal) {
         if self.poll().is_none() {
             self.send(signal);
@@ -137,8 +112,8 @@ impl RankProcess {
         }
     }
 
-    /// The ids and states of the rank's remaining processes: the process itself, and all of its group if the group is
-    /// separate. States are those of proc_pid_stat(5), such as `D` for blocked in the kernel.
+    /// The ids and states of the rank's remaining processes: the process itself, and all of its group. States are
+    /// those of proc_pid_stat(5), such as `D` for blocked in the kernel.
     pub fn remaining_processes(&self) -> Vec<(i32, char)> {
         let Identity { pid: rank_pid, start_time, .. } = self.identity;
         // The id of a process group is not reused while the group has members. So if the process id has been reused, no
@@ -147,12 +122,7 @@ impl RankProcess {
             return Vec::new();
         }
         proc_fs::all()
-            .filter(|(pid, s)| match self.group {
-                _ if *pid == rank_pid => true,
-                UnixProcessGroup::Own => s.group == rank_pid,
-                UnixProcessGroup::Inherited => false,
-            })
-            .filter(|(_, s)| !s.has_ended())
+            .filter(|(pid, s)| (*pid == rank_pid || s.group == rank_pid) && !s.has_ended())
             .map(|(pid, s)| (pid, s.state))
             .collect()
     }
@@ -179,10 +149,7 @@ impl RankProcess {
     fn send(&self, signal: Signal) {
         let Some(pid) = Pid::from_raw(self.identity.pid) else { return };
         if fault::point("rank.signal").is_ok() {
-            let _ = match self.group {
-                UnixProcessGroup::Own => kill_process_group(pid, signal),
-                UnixProcessGroup::Inherited => kill_process(pid, signal),
-            };
+            let _ = kill_process_group(pid, signal);
         }
     }
 }
@@ -192,27 +159,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_exit_is_formatted_as_by_the_standard_library() {
-        assert_eq!(Exit::Status(7).to_string(), "exit status: 7");
-        assert_eq!(Exit::Signal(9).to_string(), "signal: 9 (SIGKILL)");
-    }
-
-    #[test]
-    fn killing_a_rank_in_our_process_group_spares_this_process() {
-        let mut command = Command::new("sleep");
-        let mut process = RankProcess::spawn(0, command.arg("1000"), UnixProcessGroup::Inherited)
-            .expect("sleep is installed");
-        assert_eq!((process.poll(), process.remaining_processes().len()), (None, 1));
-        process.kill_and_wait();
-        assert_eq!(process.poll(), Some(Exit::Signal(9)));
-        assert!(process.kill_remaining());
-    }
-
-    #[test]
     fn a_process_with_a_reused_id_and_its_group_are_not_killed() {
         let mut command = Command::new("sleep");
-        let mut stranger =
-            RankProcess::spawn(0, command.arg("1000"), UnixProcessGroup::Own).expect("sleep is installed");
+        let mut stranger = RankProcess::spawn(0, command.arg("1000")).expect("sleep is installed");
         let Identity { pid, start_time, boot_id } = &stranger.identity;
         let before = Identity { pid: *pid, start_time: start_time - 1, boot_id: boot_id.clone() };
         let mut rank = RankProcess::from_identity(0, Some(before));

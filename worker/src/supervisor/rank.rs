@@ -27,10 +27,6 @@ pub trait RecordSink {
     fn record(&mut self, event: AttemptEvent);
 }
 
-impl RecordSink for () {
-    fn record(&mut self, _event: AttemptEvent) {}
-}
-
 /// Stores all records, until the caller takes them.
 impl RecordSink for Vec<AttemptEvent> {
     fn record(&mut self, event: AttemptEvent) {
@@ -40,8 +36,8 @@ impl RecordSink for Vec<AttemptEvent> {
 
 pub struct Rank<N> {
     pub process: RankProcess,
-    /// The folder of the attempt, and the rank's records in it. `None` for a rank without records.
-    records: Option<(PathBuf, Tail)>,
+    attempt_dir: PathBuf,
+    tail: Tail,
     pub end: RankEnd,
     /// When the rank last recorded anything.
     pub last_report: Instant,
@@ -54,12 +50,9 @@ pub struct Rank<N> {
 impl<N: RecordSink> Rank<N> {
     pub fn of_attempt(process: RankProcess, attempt_dir: &Path, sink: N) -> Self {
         let tail = Tail::open(&events_path(attempt_dir, process.rank), 0);
-        Self { records: Some((attempt_dir.to_owned(), tail)), ..Self::without_records(process, sink) }
-    }
-
-    pub fn without_records(process: RankProcess, sink: N) -> Self {
         let end = RankEnd { rank: process.rank, ..RankEnd::default() };
-        Self { process, records: None, end, last_report: Instant::now(), sink, damage: None }
+        let attempt_dir = attempt_dir.to_owned();
+        Self { process, attempt_dir, tail, end, last_report: Instant::now(), sink, damage: None }
     }
 
     /// Reads the new records of the rank.
@@ -67,9 +60,9 @@ impl<N: RecordSink> Rank<N> {
     /// # Errors
     /// The records cannot be read. If they are damaged, every further call returns this error.
     pub fn read(&mut self) -> Result<(), TailError> {
-        while let Some((_, tail)) = &mut self.records {
-            match tail.poll() {
-                Ok(events) if events.is_empty() => break,
+        loop {
+            match self.tail.poll() {
+                Ok(events) if events.is_empty() => return Ok(()),
                 Ok(events) => {
                     self.last_report = Instant::now();
                     for event in events {
@@ -85,7 +78,6 @@ impl<N: RecordSink> Rank<N> {
                 }
             }
         }
-        Ok(())
     }
 
     /// Checks whether the process has ended. The last records are read before the end is reported.
@@ -109,9 +101,8 @@ impl<N: RecordSink> Rank<N> {
 
     /// The end of the output outside the log.
     fn stderr_text(&self) -> String {
-        let path = self.records.as_ref().map(|(dir, _)| rank_file(dir, self.end.rank, "stderr"));
-        let bytes = path.map(|path| files::read_end(&path, MAX_STDERR_BYTES)).unwrap_or_default();
-        String::from_utf8_lossy(&bytes).into_owned()
+        let path = rank_file(&self.attempt_dir, self.end.rank, "stderr");
+        String::from_utf8_lossy(&files::read_end(&path, MAX_STDERR_BYTES)).into_owned()
     }
 }
 

@@ -1,6 +1,6 @@
 //! A spare process: it executes a rank's program, has opened a GPU, and waits to become a rank on this GPU.
 
-use super::process::{RankProcess, UnixProcessGroup};
+use super::process::RankProcess;
 use lockstep_engine::registry;
 use lockstep_host::gpu::RankGpu;
 use lockstep_protocol::spec::Device;
@@ -46,7 +46,7 @@ impl Spare {
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::null());
-        let process = RankProcess::spawn(0, &mut command, UnixProcessGroup::Own)?;
+        let process = RankProcess::spawn(0, &mut command)?;
         Ok(Self { process: Some(process), gpu: gpu.clone(), environment, program_version })
     }
 

@@ -176,7 +176,7 @@ impl Run<'_> {
         self.drain()?;
         if self.training.is_first() {
             let (weights, gradients) = (self.engine.parameters()?, self.engine.gradients()?);
-            let mut report = histograms(self.step, &weights, &gradients, self.training.threads);
+            let mut report = histograms(self.step, &weights, &gradients);
             report.layers.sort_by_cached_key(|histogram| self.layers.position(&histogram.name));
             self.training.observer.event(&AttemptEvent::Histograms(report));
         }

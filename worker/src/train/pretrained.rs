@@ -37,12 +37,12 @@ pub(super) fn load(
     initial: NamedTensors,
     head: &str,
 ) -> Result<(NamedTensors, Vec<String>), TrainError> {
-    let path = allowed::resolve(path, training.weights_in).map_err(pretrained_error)?;
+    let path = allowed::resolve(path, training.pretrained_folders).map_err(pretrained_error)?;
     let files = checkpoint::model_files(&path).map_err(|e| pretrained_error(e.to_string()))?;
     let mut given = NamedTensors::new();
     let every_tensor = |_: &str| true;
     for file in &files {
-        let (file, opened) = allowed::open(file, training.weights_in).map_err(pretrained_error)?;
+        let (file, opened) = allowed::open(file, training.pretrained_folders).map_err(pretrained_error)?;
         let tensors = checkpoint::read_opened_tensors(&file, opened, &every_tensor);
         given.extend(tensors.map_err(pretrained_error)?);
     }

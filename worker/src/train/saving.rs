@@ -27,7 +27,7 @@ impl Run<'_> {
         // from its records.
         self.throughput.report("checkpointing");
         let whole_checkpoints = Writers::default();
-        let writers = self.parts.as_ref().map_or(&whole_checkpoints, |parts| &parts.writers);
+        let writers = self.sharded_writer.as_ref().map_or(&whole_checkpoints, |writer| &writer.writers);
         let own = self.engine.state_dict(writers)?;
         // Every rank tracks the best checkpoint, because any rank may have to write the next checkpoint.
         let keep_best = &self.training.spec.checkpoint.keep_best;
@@ -35,7 +35,7 @@ impl Run<'_> {
         {
             self.best = Some(best);
         }
-        if self.parts.is_some() {
+        if self.sharded_writer.is_some() {
             self.begin_part(own)?;
         } else if let Some(writer) = &self.writer {
             // Other ranks wait for this rank meanwhile, and must not consider it stalled.
@@ -87,7 +87,7 @@ impl Run<'_> {
             val_accuracy: measured.map(|e| e.accuracy),
             val_loss: measured.map(|e| e.loss),
             validation: self.data.shape.validation.clone(),
-            divisions: self.divisions.clone(),
+            divisions: self.validation_divisions.clone(),
             best: None,
             stop: self.stop_progress.clone(),
             versions: BTreeMap::from([("lockstep".into(), env!("CARGO_PKG_VERSION").into())]),
@@ -137,7 +137,7 @@ impl Run<'_> {
     /// retried for up to half of the stall time-out.
     fn flush_checkpoints(&mut self) -> Result<(), TrainError> {
         let max_wait = self.stall_timeout() / 2;
-        if self.parts.is_some() {
+        if self.sharded_writer.is_some() {
             self.throughput.report("checkpointing");
             return self.flush_parts(max_wait);
         }

@@ -49,8 +49,8 @@ pub(super) struct InitialState {
     pub(super) skipped: SkippedSteps,
     /// Whether the checkpoint's step was not evaluated, because the earlier run stopped first.
     pub(super) is_evaluation_missing: bool,
-    /// See [`State::divisions`].
-    pub(super) divisions: Vec<ValidationDivision>,
+    /// How this run, and the runs from which it continues, divided pictures into training and validation.
+    pub(super) validation_divisions: Vec<ValidationDivision>,
     /// Lines for the log.
     pub(super) notes: Vec<String>,
 }
@@ -149,8 +149,8 @@ pub(super) fn initialize(
         divisions = broadcast_json(training.group.as_ref(), found.map(Option::unwrap_or_default))?;
         notes.extend(describe_trained_validation(training, data, &divisions));
     }
-    let divisions = add_own_division(divisions, training);
-    Ok(InitialState { divisions, notes, ..InitialState::default() })
+    let validation_divisions = add_own_division(divisions, training);
+    Ok(InitialState { validation_divisions, notes, ..InitialState::default() })
 }
 
 /// Filters that whiten patches of at most [`MAX_WHITENING_PICTURES`] training pictures, spread over the split. If `skips_broken`,
@@ -298,14 +298,22 @@ fn resume(
     let stop_progress = state.stop.filter(|progress| {
         progress.metric == training.spec.stop.metric && state.validation == shape.validation
     });
-    let divisions = add_own_division(state.divisions, training);
+    let validation_divisions = add_own_division(state.divisions, training);
     let mut skipped = state.skipped_steps;
     if step != state.step {
         // The recorded step numbers belong to another batch size.
         skipped.recent.clear();
     }
     let is_evaluation_missing = step == state.step && state.val_accuracy.is_none();
-    Ok(InitialState { step, best, stop_progress, skipped, is_evaluation_missing, divisions, notes })
+    Ok(InitialState {
+        step,
+        best,
+        stop_progress,
+        skipped,
+        is_evaluation_missing,
+        validation_divisions,
+        notes,
+    })
 }
 
 /// Why the checkpoint's step has another number in this run. The position in the data is the same.

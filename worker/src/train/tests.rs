@@ -204,7 +204,7 @@ impl TestJob {
         let training = Training {
             spec: &spec,
             dataset: &self.folder.path().join("dataset"),
-            weights_in: None,
+            pretrained_folders: None,
             changes: ChangeDetection::Files,
             checkpoints: &checkpoints,
             resume: resume.as_deref(),

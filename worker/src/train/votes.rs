@@ -4,7 +4,7 @@
 //! or after every step if a step takes longer. The step of the next vote follows from the mean duration of a step over
 //! all ranks. That mean is part of the vote, so all ranks choose the same step.
 
-use super::{Run, TrainError, parts::Parts, replicas::compare_replicas, step::InFlight};
+use super::{Run, TrainError, replicas::compare_replicas, sharded_writer::ShardedWriter, step::InFlight};
 use lockstep_comm::any_rank;
 use lockstep_engine::StepResult;
 use std::{
@@ -115,7 +115,7 @@ impl Run<'_> {
         let stop = self.training.stop.load(Ordering::Relaxed);
         let is_not_finite = self.not_finite.is_some();
         let is_loss_not_finite = self.not_finite.is_some_and(|n| n.is_loss);
-        let is_written = self.parts.as_ref().is_some_and(Parts::is_done);
+        let is_written = self.sharded_writer.as_ref().is_some_and(ShardedWriter::is_done);
         let own = [stop, is_not_finite, is_loss_not_finite, is_written].map(|vote| f64::from(u8::from(vote)));
         let mut votes = [own[0], own[1], own[2], own[3], self.votes.step_secs(self.step)];
         group.all_reduce((&mut votes).into())?;
@@ -157,7 +157,7 @@ impl Run<'_> {
     ///
     /// # Errors
     /// [`TrainError::ReplicasDiffer`] on all ranks, or [`TrainError::Diverged`] as [`Run::vote_now`].
-    pub(super) fn compare_if_due(&mut self) -> Result<(), TrainError> {
+    pub(super) fn compare_ranks_weights_if_due(&mut self) -> Result<(), TrainError> {
         if self.training.group.size() > 1 && self.step.is_multiple_of(COMPARE_EVERY_STEPS) {
             self.drain()?;
             self.check_replicas()?;

@@ -405,16 +405,9 @@ fn a_folder_with_only_validation_pictures_is_refused_with_advice() {
     fs::rename(dir.path().join("train"), dir.path().join("val")).expect("renames");
     let message = inspect(dir.path()).expect_err("no dataset").to_string();
     assert!(
-        message.contains("it has val/<class>/ and no train/<class>/: put training pictures there"),
+        message.contains("it has val/; ") && message.contains("into a folder train/<class>/"),
         "{message}"
     );
-    let command = format!("ln -s val '{}'", dir.path().join("train").display());
-    assert!(message.contains(&command), "{message}");
-    let status = std::process::Command::new("sh").args(["-c", &command]).status();
-    assert!(status.expect("a shell").success());
-    let info = inspect(dir.path()).expect("the advice was followed");
-    let splits: Vec<_> = info.splits.iter().map(|split| (split.name.as_str(), split.samples)).collect();
-    assert_eq!(splits, [("train", 4), ("val", 4)]);
 }
 
 #[test]

@@ -5,19 +5,10 @@ use lockstep_protocol::{
     histograms::{HistogramKind, LayerHistogram, LayerHistograms},
     limits::{HISTOGRAM_BINS, MAX_HISTOGRAM_LAYERS},
 };
-use std::sync::atomic::{AtomicUsize, Ordering};
+use rayon::prelude::*;
 
-/// Maximum number of threads. More threads are not faster, because memory bandwidth is the limit.
-const MAX_THREADS: usize = 8;
-
-/// The histograms of `step`: of each trained tensor in `weights`, and of its gradient if there is one. The result
-/// does not depend on `threads`.
-pub(super) fn histograms(
-    step: u64,
-    weights: &NamedTensors,
-    gradients: &NamedTensors,
-    threads: usize,
-) -> LayerHistograms {
+/// The histograms of `step`: of each trained tensor in `weights`, and of its gradient if there is one.
+pub(super) fn histograms(step: u64, weights: &NamedTensors, gradients: &NamedTensors) -> LayerHistograms {
     let is_trained = |name: &str| !name.ends_with(".running_mean") && !name.ends_with(".running_var");
     let tensors: Vec<(&String, HistogramKind, &[f32])> = weights
         .iter()
@@ -28,21 +19,8 @@ pub(super) fn histograms(
         })
         .take(MAX_HISTOGRAM_LAYERS)
         .collect();
-    let next = AtomicUsize::new(0);
-    let work = || {
-        let mut done = Vec::new();
-        while let Some((name, kind, values)) = tensors.get(next.fetch_add(1, Ordering::Relaxed)) {
-            done.push(histogram((*name).clone(), *kind, values));
-        }
-        done
-    };
-    let mut layers: Vec<LayerHistogram> = std::thread::scope(|scope| {
-        let others: Vec<_> = (1..threads.clamp(1, MAX_THREADS)).map(|_| scope.spawn(work)).collect();
-        let own = work();
-        own.into_iter().chain(others.into_iter().filter_map(|thread| thread.join().ok()).flatten()).collect()
-    });
-    layers.sort_by(|a, b| (&a.name, a.kind).cmp(&(&b.name, b.kind)));
-    LayerHistograms { step, layers }
+    let layers = tensors.par_iter().map(|(name, kind, values)| histogram((*name).clone(), *kind, values));
+    LayerHistograms { step, layers: layers.collect() }
 }
 
 /// The histogram of the finite values of a tensor.
@@ -112,33 +90,30 @@ mod tests {
     }
 
     #[test]
-    fn weights_and_gradients_come_in_pairs_on_any_number_of_threads() {
+    fn weights_and_gradients_come_in_pairs() {
         let (mut weights, mut gradients) = (tensors(30, "weight"), tensors(30, "weight"));
         weights.extend(tensors(3, "running_mean"));
         weights.extend(tensors(3, "running_var"));
         // A tensor of a frozen batch norm.
         gradients.remove("layer0007.weight");
-        let one = histograms(20, &weights, &gradients, 1);
-        assert_eq!((one.step, one.layers.len(), one.check()), (20, 59, Ok(())));
-        let kinds: Vec<_> = one.layers[..3].iter().map(|l| (l.name.as_str(), l.kind)).collect();
+        let found = histograms(20, &weights, &gradients);
+        assert_eq!((found.step, found.layers.len(), found.check()), (20, 59, Ok(())));
+        let kinds: Vec<_> = found.layers[..3].iter().map(|l| (l.name.as_str(), l.kind)).collect();
         let (weight, gradient) = (HistogramKind::Weight, HistogramKind::Gradient);
         assert_eq!(
             kinds,
             [("layer0000.weight", weight), ("layer0000.weight", gradient), ("layer0001.weight", weight)]
         );
-        assert!(!one.layers.iter().any(
+        assert!(!found.layers.iter().any(
             |l| l.name.contains("running") || (l.kind, l.name.as_str()) == (gradient, "layer0007.weight")
         ));
-        for threads in [0, 3, 100] {
-            assert_eq!(histograms(20, &weights, &gradients, threads), one, "{threads} threads");
-        }
     }
 
     #[test]
     fn the_number_of_histograms_is_limited() {
         for (count, total) in [(512, 1024), (513, 1024)] {
             let all = tensors(count, "weight");
-            let found = histograms(10, &all, &all, 2);
+            let found = histograms(10, &all, &all);
             assert_eq!((found.layers.len(), found.check()), (total, Ok(())));
         }
     }

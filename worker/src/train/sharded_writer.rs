@@ -18,7 +18,7 @@ use std::{
 };
 
 /// How the ranks of a run write checkpoints together.
-pub(super) struct Parts {
+pub(super) struct ShardedWriter {
     pub(super) writers: Writers,
     /// A name that is unique to this run, and the same on every rank.
     run_name: String,
@@ -46,7 +46,7 @@ struct Part {
     took: Duration,
 }
 
-impl Parts {
+impl ShardedWriter {
     /// Collective: finds the ranks that share the folder of checkpoints, and distributes the network's tensors to
     /// them. `None` if checkpoints are not sharded, or if only rank 0 has the folder and therefore writes whole checkpoints. `best` is
     /// the best checkpoint so far.
@@ -159,24 +159,24 @@ impl Run<'_> {
     /// Begins to write this rank's part of a checkpoint of the steps so far. `own` has the tensors of the part.
     pub(super) fn begin_part(&mut self, own: Option<StateDict>) -> Result<(), TrainError> {
         let snapshot = self.snapshot(own.unwrap_or_default());
-        let Some(parts) = &mut self.parts else { return Ok(()) };
-        Ok(parts.begin(self.training, snapshot)?)
+        let Some(writer) = &mut self.sharded_writer else { return Ok(()) };
+        Ok(writer.begin(self.training, snapshot)?)
     }
 
     /// Collective: waits until all parts of the current checkpoint are on disk, and completes the checkpoint. The inner error tells
     /// why the checkpoint could not be written. Training then continues, and the previous checkpoint is kept.
     pub(super) fn complete_parts(&mut self, is_retry: bool) -> Result<Result<(), String>, TrainError> {
-        let pending = self.parts.as_mut().and_then(|parts| parts.pending.take());
+        let pending = self.sharded_writer.as_mut().and_then(|writer| writer.pending.take());
         let Some(Pending { folder, state, thread }) = pending else { return Ok(Ok(())) };
         let panicked = |_| Part { error: Some("its thread panicked".into()), ..Part::default() };
         let own = thread.map_or_else(Part::default, |thread| thread.join().unwrap_or_else(panicked));
         let group = self.training.group.as_ref();
         let parts = group.all_gather_bytes(&serde_json::to_vec(&own).map_err(io::Error::from)?)?;
         let mut failed = None;
-        if let (Some(run_parts), Some(state)) = (&mut self.parts, state) {
+        if let (Some(writer), Some(state)) = (&mut self.sharded_writer, state) {
             let parts = parts.iter().map(|part| serde_json::from_slice(part)).collect::<Result<_, _>>();
             let parts = parts.map_err(io::Error::from)?;
-            let events = run_parts.complete(self.training, folder, &state, parts, is_retry);
+            let events = writer.complete(self.training, folder, &state, parts, is_retry);
             failed = events.iter().find_map(|event| match event {
                 CheckpointEvent::Failed { reason, .. } => Some(reason.clone()),
                 _ => None,

@@ -15,7 +15,7 @@ OWNERS = {
     ("cudarc",): ["host", "comm", "engine"],
     ("safetensors",): ["worker"],
     ("image",): ["data", "engine", "worker"],
-    ("rayon",): ["data", "engine", "kernels"],
+    ("rayon",): ["data", "engine", "kernels", "worker"],
     ("gemm", "pulp"): ["kernels"],
     ("askama",): ["web"],
 }

@@ -17,7 +17,9 @@ pub(crate) struct Args {
 /// # Errors
 /// Exit status 2 if the command, section or key does not exist.
 pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
-    let is_key = |key: &str| program.find_subcommand(key).is_none() && job_file::help_text(Some(key)).is_ok();
+    let is_command =
+        |name: &str| program.find_subcommand(name).is_some() || mistyped::equivalent(name).is_some();
+    let is_key = |name: &str| !is_command(name) && job_file::help_text(Some(name)).is_ok();
     let key = match &args.topic[..] {
         [job] if job == "job" => None,
         [job, key] if job == "job" => Some(key.as_str()),

@@ -77,7 +77,7 @@ fn number_mistake(message: &str) -> Option<String> {
 }
 
 /// Returns the command of this program that does what `typed` does in other tools.
-fn equivalent(typed: &str) -> Option<&'static str> {
+pub(crate) fn equivalent(typed: &str) -> Option<&'static str> {
     EQUIVALENTS.iter().find(|(name, _)| *name == typed).map(|(_, command)| *command)
 }
 

@@ -223,7 +223,7 @@ fn a_dry_run_shows_the_objects_and_templates_have_a_maximum_size() {
     assert_refused(
         &wrong,
         &[],
-        "spec.containers[0].resources is not a mapping: write it as `limits: {cpu: 4}`",
+        "spec.containers[0].resources is not a mapping: write a mapping below `resources:`",
     );
     assert_refused(pod, &["--slots", "2"], "the template's container has 4 GPUs");
     assert_refused(pod, &["-H", "node1:4"], "Kubernetes chooses the machines");

@@ -1,6 +1,7 @@
 //! Two-dimensional convolution without bias: the forward pass, the gradient of the input, and the gradient of the weights. All
-//! values in memory are float32. The [`Format`] of the [`Scratch`] is the format in which they are multiplied. In float32, most 3 x 3
-//! convolutions of stride 1 use [`winograd`]'s algorithm, which needs half of the multiplications.
+//! values in memory are float32. The [`Format`] of the [`Scratch`] is the format in which they are multiplied. In float32,
+//! convolutions of 3 x 3 and stride 1 with 16 or more channels, and not more than 256 x 256 pairs of channels, use [`winograd`]'s
+//! algorithm, which needs half of the multiplications if four divides the width.
 //!
 //! Activations are NHWC. Weights are one flat slice of [`ConvShape::weight_len`] values in blocks of [`LANES`] output channels:
 //! `[block][ky][kx][input channel][lane]`. If [`LANES`] does not divide `out_c`, the last block has only `out_c % LANES` lanes. The

@@ -286,6 +286,7 @@ fn sums_are_those_of_the_outputs_even_with_means_far_from_zero() {
             [3, 16, 16, 3, 40, 3, 2, 1],
             [32, 2, 2, 256, 257, 3, 1, 1],
             [1, 5, 7, 3, 5, 3, 1, 1],
+            [3, 5, 7, 16, 20, 3, 1, 1],
         ]
         .map(shape)
         .into_iter()
@@ -361,6 +362,31 @@ fn same_bits_on_any_number_of_threads() {
             assert!(same(&one.dx, &many.dx), "dx differs on {threads} threads for {s:?}");
             assert!(same(&one.dw, &many.dw), "dw differs on {threads} threads for {s:?}");
         }
+    }
+}
+
+/// Ranks have different numbers of pictures, or share the rows of a picture.
+#[test]
+fn a_picture_has_the_same_bits_in_any_batch_and_in_slices_of_its_rows() {
+    for v in [[17, 9, 7, 20, 33, 3, 1, 1], [3, 8, 8, 16, 32, 3, 1, 1], [3, 9, 8, 16, 16, 3, 2, 1]] {
+        let all = shape(v);
+        let (x, w, dy) =
+            (values(all.input_len(), 1), values(all.weight_len(), 2), values(all.output_len(), 3));
+        let run = |s: &ConvShape, x: &[f32], dy: &[f32]| passes(s, x, &w, dy, &mut Scratch::default());
+        let whole = run(&all, &x, &dy);
+        let one = ConvShape { batch: 1, ..all };
+        for picture in 0..all.batch {
+            let x = &x[picture * one.input_len()..][..one.input_len()];
+            let dy = &dy[picture * one.output_len()..][..one.output_len()];
+            let own = run(&one, x, dy);
+            assert_eq!(own.y, whole.y[picture * one.output_len()..][..one.output_len()], "y of {all:?}");
+            assert_eq!(own.dx, whole.dx[picture * one.input_len()..][..one.input_len()], "dx of {all:?}");
+        }
+        // The rows around output row 2 of the first picture.
+        let slice = ConvShape { in_h: 3, row_padding: 0, ..one };
+        let first = (2 * all.stride - 1) * all.in_w * all.in_c;
+        let own = run(&slice, &x[first..][..slice.input_len()], &dy[..slice.output_len()]);
+        assert_eq!(own.y, whole.y[2 * slice.output_len()..][..slice.output_len()], "a row of {all:?}");
     }
 }
 

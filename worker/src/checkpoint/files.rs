@@ -9,10 +9,13 @@ use lockstep_protocol::{checkpoint_files, fault};
 use std::{
     collections::BTreeMap,
     fs::{self, File},
-    io,
+    io, iter,
     panic::resume_unwind,
     path::{Path, PathBuf},
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     thread,
 };
 
@@ -82,26 +85,35 @@ pub fn write_part(
         let written = tensors::write(&path, tensors, batches, metadata);
         (kind, name, path, written)
     };
-    let written = on_threads([model, average, optimizer].into_iter().flatten(), write_file);
+    let files: Vec<_> = [model, average, optimizer].into_iter().flatten().collect();
+    let written = on_threads(files.into_iter(), write_file);
     // Tests count on one fault per checkpoint, so the fault points come after the concurrent writes.
     let check =
         |(kind, name, path, written): (_, _, PathBuf, _)| Ok((name, with_fault_point(kind, &path, written)?));
     written.into_iter().map(check).collect()
 }
 
-/// Runs `work` for each item in a new thread, and returns the results in order. A disk that hangs must not occupy rayon's threads, which
-/// the engine uses.
+/// Maximum number of files of a checkpoint that are read or written at the same time.
+const MAX_THREADS: usize = 8;
+
+/// Runs `work` for each item, on at most [`MAX_THREADS`] new threads, and returns the results in order. A disk that hangs must not occupy
+/// rayon's threads, which the engine uses.
 pub(super) fn on_threads<T: Send, R: Send>(
-    items: impl Iterator<Item = T>,
+    items: impl ExactSizeIterator<Item = T> + Send,
     work: impl Fn(T) -> R + Sync,
 ) -> Vec<R> {
-    let work = &work;
-    thread::scope(|scope| {
-        let threads: Vec<_> = items.map(|item| scope.spawn(move || work(item))).collect();
+    let count = items.len().min(MAX_THREADS);
+    let items = Mutex::new(items.enumerate());
+    let take = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let run = || iter::from_fn(take).map(|(index, item)| (index, work(item))).collect::<Vec<_>>();
+    let mut results = thread::scope(|scope| {
+        let threads: Vec<_> = (0..count).map(|_| scope.spawn(run)).collect();
         let join =
-            |thread: thread::ScopedJoinHandle<'_, R>| thread.join().unwrap_or_else(|e| resume_unwind(e));
-        threads.into_iter().map(join).collect()
-    })
+            |thread: thread::ScopedJoinHandle<'_, _>| thread.join().unwrap_or_else(|e| resume_unwind(e));
+        threads.into_iter().flat_map(join).collect::<Vec<(usize, R)>>()
+    });
+    results.sort_by_key(|(index, _)| *index);
+    results.into_iter().map(|(_, result)| result).collect()
 }
 
 /// Completes the checkpoint whose parts are in `temporary`. `files` lists the files of all ranks. The result and `best` are as in

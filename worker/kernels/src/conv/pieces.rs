@@ -28,7 +28,7 @@ impl Pieces {
         let uses_winograd = winograd::applies(s, tiles.format);
         let columns = if uses_winograd { Columns::winograd(s) } else { Columns::plain(s) };
         let pairs_per_row = columns.pairs.iter().map(Vec::len).max().unwrap_or(0).max(1);
-        let plane = s.out_h() * pairs_per_row;
+        let plane = s.out_h() * s.out_w();
         let group =
             (if plane <= PIXELS { PIXELS / plane } else { GROUP } * tiles.values_per_unit).min(s.batch);
         let units = |pictures: usize| pictures.div_ceil(tiles.values_per_unit);

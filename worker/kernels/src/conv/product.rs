@@ -34,8 +34,8 @@ pub(super) struct Pass {
     /// input channels and of output channels.
     cardinality: usize,
     rows: Axis,
-    /// With [`winograd`], a column is a point of a segment, in the destination and in the source.
     columns: Axis,
+    /// Whether source and destination have transformed rows, see [`winograd`].
     uses_winograd: bool,
 }
 
@@ -48,6 +48,13 @@ impl Axis {
         Axis((0..dst).map(pairs).collect())
     }
 
+    /// The columns of transformed rows of `width` pixels, `[segment][point]`, see [`winograd`]. Only the same column of the source contributes
+    /// to a column, with the weights of its point.
+    fn of_points(width: usize) -> Self {
+        let columns = 0..width.div_ceil(winograd::COLUMNS) * winograd::POINTS;
+        Axis(columns.map(|column| vec![(column % winograd::POINTS, column)]).collect())
+    }
+
     /// The range of source indices that contribute to `destinations`.
     fn range(&self, destinations: &Range<usize>) -> Range<usize> {
         let sources = || self.0[destinations.clone()].iter().flatten().map(|(_, s)| *s);
@@ -57,6 +64,7 @@ impl Axis {
 
 impl Pass {
     pub(super) fn forward(s: &ConvShape, tiles: &Tiles) -> Self {
+        let uses_winograd = winograd::applies(s, tiles.format);
         Pass {
             batch: s.batch,
             src: [s.in_h, s.in_w, s.in_c],
@@ -64,10 +72,12 @@ impl Pass {
             kernel: s.kernel,
             cardinality: s.groups,
             rows: Axis::new(s.out_h(), s.kernel, |row, k| s.input_row(row, k)),
-            columns: Axis::new(s.out_w(), s.kernel, |column, k| s.input_column(column, k)),
-            uses_winograd: false,
+            columns: match uses_winograd {
+                true => Axis::of_points(s.out_w()),
+                false => Axis::new(s.out_w(), s.kernel, |column, k| s.input_column(column, k)),
+            },
+            uses_winograd,
         }
-        .with_winograd(winograd::applies(s, tiles.format))
     }
 
     pub(super) fn backward(s: &ConvShape, tiles: &Tiles) -> Self {
@@ -77,6 +87,7 @@ impl Pass {
                 (position % s.stride == 0 && position / s.stride < src).then_some(position / s.stride)
             })
         };
+        let uses_winograd = winograd::applies(s, tiles.format);
         Pass {
             batch: s.batch,
             src: [s.out_h(), s.out_w(), s.out_c],
@@ -84,20 +95,12 @@ impl Pass {
             kernel: s.kernel,
             cardinality: s.groups,
             rows: axis(s.out_h(), s.in_h, s.row_padding),
-            columns: axis(s.out_w(), s.in_w, s.padding),
-            uses_winograd: false,
+            columns: match uses_winograd {
+                true => Axis::of_points(s.in_w),
+                false => axis(s.out_w(), s.in_w, s.padding),
+            },
+            uses_winograd,
         }
-        .with_winograd(winograd::applies(s, tiles.format))
-    }
-
-    /// If [`winograd`] applies, replaces the columns by those of transformed rows.
-    fn with_winograd(self, applies: bool) -> Self {
-        if !applies {
-            return self;
-        }
-        let positions = self.dst[1].div_ceil(winograd::COLUMNS) * winograd::POINTS;
-        let columns = Axis((0..positions).map(|column| vec![(column % winograd::POINTS, column)]).collect());
-        Pass { columns, uses_winograd: true, ..self }
     }
 
     /// Number of columns of the packed source.
@@ -154,7 +157,9 @@ impl Pass {
         let blocks = dst_c.div_ceil(LANES);
         let picture_len = src_h * self.packed_width() * self.units_per_position(tiles);
         let job = Job { tiles, src, w, dst: SharedOutput::of(dst), computes_sums: sums.is_some() };
-        let tasks: Vec<Task> = if picture_len * self.batch <= PACKED_WHOLE && w.len() > PACKED {
+        let tap_len = self.units(tiles) * dst_c;
+        let has_many_weights = self.kernel * self.kernel * tap_len > PACKED;
+        let tasks: Vec<Task> = if picture_len * self.batch <= PACKED_WHOLE && has_many_weights {
             // Few pixels, many weights: each weight is loaded by only one task, for all pictures.
             let count = blocks.div_ceil(WEIGHT_TASKS).next_multiple_of(2);
             let task =
@@ -209,11 +214,13 @@ impl Pass {
     pub(super) fn pack_weights<'a>(&self, w: &'a [f32], tiles: &Tiles, to: &'a mut Buffer) -> &'a [f32] {
         if self.uses_winograd {
             let to = to.get(self.weight_len(tiles));
-            let tap_len = self.src[2] * LANES;
-            let blocks = to.par_chunks_mut(18 * tap_len).zip(w.par_chunks(9 * tap_len));
+            let row_len = |columns| columns * self.src[2] * LANES;
+            let (from_row, to_row) = (row_len(self.kernel), row_len(winograd::POINTS));
+            let blocks = to.par_chunks_mut(self.kernel * to_row).zip(w.par_chunks(self.kernel * from_row));
             blocks.for_each(|(to, w)| {
-                let len = w.len() / 9;
-                for (to, w) in to.chunks_exact_mut(6 * len).zip(w.chunks_exact(3 * len)) {
+                let [from_row, to_row] = [w.len(), to.len()].map(|len| len / self.kernel);
+                let len = from_row / self.kernel;
+                for (to, w) in to.chunks_exact_mut(to_row).zip(w.chunks_exact(from_row)) {
                     winograd::transform_weights([&w[..len], &w[len..2 * len], &w[2 * len..]], to, len);
                 }
             });
@@ -273,27 +280,28 @@ impl Pass {
                 }
                 lanes * out_lanes
             };
-            let mut transposed = [[0.0; LANES * LANES]; 3];
+            let mut kernel_row = [[0.0; LANES * LANES]; 3];
             for out_block in 0..out_c.div_ceil(LANES) {
                 if self.uses_winograd {
                     for ky in 0..self.kernel {
                         let mut len = 0;
                         // The gradient of the input is a convolution with reversed kernel rows.
-                        for (kx, to) in transposed.iter_mut().rev().enumerate() {
+                        for (kx, to) in kernel_row.iter_mut().rev().enumerate() {
                             len = transpose(ky * self.kernel + kx, out_block, to);
                         }
                         let first = (ky * winograd::POINTS * units + out_block * LANES) * lanes;
-                        let row = transposed.each_ref().map(|weights| &weights[..len]);
+                        let row = kernel_row.each_ref().map(|weights| &weights[..len]);
                         winograd::transform_weights(row, &mut to[first..], units * lanes);
                     }
+                    continue;
                 }
                 for tap in &used {
                     let packed = &mut to[(tap * units + out_block * LANES / tiles.values_per_unit) * lanes..];
                     if tiles.values_per_unit == 1 {
                         transpose(*tap, out_block, packed);
                     } else {
-                        let len = transpose(*tap, out_block, &mut transposed[0]);
-                        tiles.pack_rows(&transposed[0][..len], lanes, packed);
+                        let len = transpose(*tap, out_block, &mut kernel_row[0]);
+                        tiles.pack_rows(&kernel_row[0][..len], lanes, packed);
                     }
                 }
             }
@@ -375,6 +383,7 @@ impl Pass {
                     let (row, column) = (rows.start + index / columns, index % columns);
                     let (segment, point) = (column / winograd::POINTS, column % winograd::POINTS);
                     let first_column = if self.uses_winograd { segment * winograd::COLUMNS } else { column };
+                    let segment_columns = winograd::COLUMNS.min(dst_w - first_column);
                     let first = ((own.start * dst_h + row) * dst_w + first_column) * dst_c + block * LANES;
                     let starts_sums = group == groups.start;
                     // SAFETY: the packed group has every position of the taps; `w` and `sums` have the blocks
@@ -407,7 +416,7 @@ impl Pass {
                         tile(&Product {
                             y: products.add(point * own.len() * y_picture),
                             y_picture,
-                            prefetch: product.prefetch.wrapping_add(point.min(winograd::COLUMNS - 1) * dst_c),
+                            prefetch: product.prefetch.add(point.min(segment_columns - 1) * dst_c),
                             sums: std::ptr::null_mut(),
                             ..product
                         });
@@ -417,7 +426,7 @@ impl Pass {
                                 pictures: own.len(),
                                 blocks: tile_blocks,
                                 lanes: product.lanes,
-                                columns: winograd::COLUMNS.min(dst_w - first_column),
+                                columns: segment_columns,
                                 y: product.y,
                                 y_picture: product.y_picture,
                                 y_column: dst_c,

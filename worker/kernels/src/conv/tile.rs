@@ -22,7 +22,7 @@ use kernels::{outer, pack_channels, pack_pictures, pack_rows, product};
 pub(super) struct Tap {
     /// Index of the position in the packed rows.
     pub(super) position: u32,
-    /// `ky * kernel + kx`.
+    /// Index of the tap's packed weights: `ky * kernel + kx`. With transformed rows, `ky * 6 + point`.
     pub(super) offset: u32,
 }
 

@@ -6,8 +6,9 @@
 //! of the paper, for the points 0, 1, -1, 2, -2 and infinity; an index of the six products is a point. The gradient of the weights
 //! is `Gᵀ [(A dy) ∘ (Bᵀ d)]`.
 //!
-//! Rows are not combined, so ranks that share rows compute the same products as one rank. Results differ from those of the
-//! definition only by rounding, except that an infinite input or gradient may give NaN.
+//! Rows are not combined, so ranks that share rows compute the same products as one rank. Rounding errors are relative to the largest input
+//! of a segment: an output that is exactly 0 by the definition may be 1e-7 of this input. A NaN, an infinite value or a value above about
+//! 1e37 can affect all four outputs of a segment.
 
 use super::{
     ConvShape, LANES,
@@ -29,7 +30,8 @@ const MAX_PAIRS: usize = 256 * 256;
 pub(super) fn applies(s: &ConvShape, format: Format) -> bool {
     format == Format::Float32
         && (s.kernel, s.stride, s.padding, s.groups) == (3, 1, 1, 1)
-        && s.in_w >= COLUMNS
+        // Five columns need almost as many products by the definition.
+        && s.in_w >= COLUMNS && s.in_w != 5
         && s.in_c.min(s.out_c) >= LANES
         && s.in_c * s.out_c <= MAX_PAIRS
 }
@@ -95,12 +97,13 @@ pub(super) fn transform_weights(g: [&[f32]; 3], to: &mut [f32], to_point: usize)
 
 /// `Gᵀ m` for each weight: `dw` from its transformed gradient, `[block][kernel row][point][input channel][lane]`.
 pub(super) fn inverse_gradient(s: &ConvShape, transformed: &[f32], dw: &mut [f32]) {
-    let blocks = dw.par_chunks_mut(9 * s.in_c * LANES).zip(transformed.par_chunks(18 * s.in_c * LANES));
+    let block_len = |columns| s.kernel * columns * s.in_c * LANES;
+    let blocks = dw.par_chunks_mut(block_len(s.kernel)).zip(transformed.par_chunks(block_len(POINTS)));
     blocks.for_each(|(dw, transformed)| {
         with_simd(
             #[inline(always)]
             || {
-                let len = dw.len() / 9;
+                let len = dw.len() / (s.kernel * s.kernel);
                 for (row, dw) in dw.chunks_exact_mut(3 * len).enumerate() {
                     let m: [_; POINTS] =
                         std::array::from_fn(|point| &transformed[(POINTS * row + point) * len..][..len]);

@@ -17,7 +17,7 @@ use crate::{
     },
     ingest::{self, runs::Runs},
     metrics::{Metrics, compaction, retire},
-    scheduler::{Scheduler, dispatch, sweeps},
+    scheduler::{JobQueue, Scheduler, dispatch, sweeps},
     store::{ChangedJob, EventRow, Store, purge::DeletedJobs},
     util::{blocking, tasks::Tasks},
     webhooks::Webhooks,
@@ -37,16 +37,18 @@ pub(super) async fn start(
     let object_store = object_store.map(Arc::new);
     let (inbox, reports) = Inbox::new();
     let agents = Arc::new(Agents::new(config.lease, inbox));
+    let waiting = Arc::new(JobQueue::default());
     let metrics = Arc::new(Metrics::new(store.clone(), config.keep_points));
     let hub = Arc::new(Hub::new());
     let webhooks = Arc::new(Webhooks::new(&config, store.clone()));
     let sweeps_changed = Arc::new(Notify::new());
     // Called with each stored change, in this order.
     let subscribers: Vec<Subscriber> = {
-        let (hub, metrics, agents) = (hub.clone(), metrics.clone(), agents.clone());
+        let (waiting, hub, metrics, agents) = (waiting.clone(), hub.clone(), metrics.clone(), agents.clone());
         let (webhooks, sweeps_changed) = (webhooks.clone(), sweeps_changed.clone());
         let object_store = object_store.clone();
         vec![
+            Box::new(move |changed: &ChangedJob| waiting.note_change(&changed.job)),
             Box::new(move |changed: &ChangedJob| hub.publish(changed)),
             Box::new(move |changed: &ChangedJob| metrics.note_change(changed)),
             Box::new(move |changed: &ChangedJob| {
@@ -84,7 +86,8 @@ pub(super) async fn start(
     ));
     let datasets =
         Arc::new(Datasets::new(&config, store.clone(), events.clone(), agents.clone(), tasks.clone()));
-    let scheduler = Scheduler::new(checkpoints.clone(), datasets.clone(), sweeps_changed, tasks.clone());
+    let scheduler =
+        Scheduler::new(checkpoints.clone(), datasets.clone(), waiting, sweeps_changed, tasks.clone());
     let scheduler = Arc::new(scheduler);
     let runs = Arc::new(Runs::new(store.clone(), events.clone(), config.run_silence));
     let deleted_jobs = Arc::new(DeletedJobs::new(store.clone(), config.clone()));

@@ -1,7 +1,7 @@
 //! Dispatch: carries out the scheduler's plans, and fences attempts whose lease has expired.
 
 use crate::{
-    agents::leases::{AttemptPart, RanksEnd},
+    agents::leases::{ExpiredPart, RanksEnd},
     checkpoints::{Wait, object_store_fetches::CHECK_TIMEOUT},
     config::FairShare,
     lifecycle::{self, EndOnAgent},
@@ -38,6 +38,9 @@ pub(crate) use needs::is_checkpoint_id;
 
 /// Interval between two rounds without a notification.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// Interval between two comparisons of all waiting jobs with the store.
+const COMPARE_INTERVAL: Duration = Duration::from_secs(2);
+
 /// Interval between two rounds while ranks of an attempt have lost contact with each other, so that a lost agent is given up at once.
 const LOST_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum wait of a round for reported ends of attempts that are not stored yet. A slow database does not delay the round further.
@@ -75,7 +78,25 @@ pub(crate) async fn restore_leases(scheduler: &Scheduler) -> Result<()> {
 /// Checks leases and plans starts until dropped.
 pub(crate) async fn run(scheduler: Arc<Scheduler>) {
     let unstored = UnstoredReasons::default();
-    tokio::join!(run_rounds(&scheduler, &unstored), unstored.store_all(&scheduler));
+    tokio::join!(
+        run_rounds(&scheduler, &unstored),
+        compare_queue(&scheduler),
+        unstored.store_all(&scheduler)
+    );
+}
+
+/// Compares the queue with the store. This is a separate task, because the comparison of a long queue would delay rounds.
+async fn compare_queue(scheduler: &Scheduler) {
+    let mut failure_log = FailureLog::default();
+    loop {
+        tokio::time::sleep(COMPARE_INTERVAL).await;
+        let compared = scheduler.waiting.mark_differences(&*scheduler.store).await;
+        let failed = "the queue could not be compared with the store";
+        failure_log.log(&compared, failed, "the queue is compared with the store again");
+        if matches!(compared, Ok(true)) {
+            scheduler.agents.leases.wake_dispatch();
+        }
+    }
 }
 
 async fn run_rounds(scheduler: &Scheduler, unstored: &UnstoredReasons) {
@@ -271,11 +292,11 @@ fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
 /// given up before its lease has expired.
 async fn expire(
     scheduler: &Scheduler,
-    expired: AttemptPart,
+    expired: ExpiredPart,
     secs: f64,
     why_early: Option<&str>,
 ) -> Result<()> {
-    let AttemptPart { attempt, place, agent_count, had_order } = expired;
+    let ExpiredPart { attempt, place, agent_count, had_order } = expired;
     // The connection of a silent agent may still be open for a moment after its lease has expired.
     let heard_since = crate::now() - scheduler.agents.leases.duration / 2;
     let online = scheduler.agents.online();

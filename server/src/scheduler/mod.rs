@@ -39,7 +39,6 @@ use std::{
     time::{Duration, Instant},
 };
 use tokio::sync::Notify;
-use waiting_jobs::JobQueue;
 
 mod candidates;
 pub(crate) mod dispatch;
@@ -59,6 +58,7 @@ pub(crate) use candidates::address;
 pub(crate) use gang::max_capacity_of;
 pub(crate) use last_plan::LastPlan;
 pub(crate) use round::device_for;
+pub(crate) use waiting_jobs::JobQueue;
 
 /// Backoff of restarts: the first restart is immediate, and the second waits for the first pause.
 const RESTART: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
@@ -72,7 +72,7 @@ pub(crate) struct Scheduler {
     pub(crate) checkpoints: Arc<Checkpoints>,
     pub(crate) datasets: Arc<Datasets>,
     /// The queue.
-    pub(crate) waiting: JobQueue,
+    pub(crate) waiting: Arc<JobQueue>,
     pub(crate) last_plan: LastPlan,
     /// Notified when a sweep, or a trial of a sweep, has changed.
     pub(crate) sweeps_changed: Arc<Notify>,
@@ -86,6 +86,7 @@ impl Scheduler {
     pub(crate) fn new(
         checkpoints: Arc<Checkpoints>,
         datasets: Arc<Datasets>,
+        waiting: Arc<JobQueue>,
         sweeps_changed: Arc<Notify>,
         tasks: Tasks,
     ) -> Self {
@@ -96,7 +97,7 @@ impl Scheduler {
             agents: Arc::clone(&checkpoints.agents),
             checkpoints,
             datasets,
-            waiting: JobQueue::default(),
+            waiting,
             last_plan: LastPlan::default(),
             sweeps_changed,
             tasks,

@@ -123,10 +123,12 @@ pub(crate) async fn change(
     };
     if let Some(priority) = change.priority.filter(|p| *p != job.spec.priority) {
         scheduler.store.set_priority(&job.id, priority).await?;
+        scheduler.waiting.note_change(&job);
         scheduler.agents.leases.wake_dispatch();
     }
     if let Some(project) = change.project.as_ref().filter(|project| **project != job.project) {
         scheduler.store.set_project(&job.id, project).await?;
+        scheduler.waiting.note_change(&job);
     }
     // Updates open pages.
     scheduler.events.hub.send_labels(jobs::find(&scheduler, &id)).await?;

@@ -108,6 +108,7 @@ async fn store(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) -> Result<(),
     let changes: Vec<_> = reasons.iter().map(change).collect();
     // For a job that was deleted meanwhile, the result is `None`.
     for changed in scheduler.store.change_jobs(&changes).await?.into_iter().flatten() {
+        scheduler.waiting.note_change(&changed.job);
         scheduler.events.hub.publish(&changed);
     }
     Ok(())

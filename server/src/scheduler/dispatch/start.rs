@@ -65,12 +65,16 @@ pub(super) async fn start_all(scheduler: &Scheduler, mut starts: Vec<Start>) -> 
         // All jobs hold their slots before another task may see which slots are free.
         let mut orders = Vec::with_capacity(claimed.len());
         for ((prepared, files), claimed) in prepared.into_iter().zip(files).zip(claimed) {
-            // Without a claim, the job no longer waits.
-            if let Some(claimed) = claimed {
-                started += 1;
-                let places = prepared.claim.places.clone();
-                scheduler.agents.leases.add(claimed.attempt.clone(), places);
-                orders.push((prepared, files, claimed));
+            match claimed {
+                Some(claimed) => {
+                    started += 1;
+                    let places = prepared.claim.places.clone();
+                    scheduler.agents.leases.add(claimed.attempt.clone(), places);
+                    scheduler.waiting.remove(&prepared.claim.job);
+                    orders.push((prepared, files, claimed));
+                }
+                // The job no longer waits, so the queue must read it again.
+                None => scheduler.waiting.note_change(&prepared.start.row.job),
             }
         }
         // Agents are notified before slower work.
@@ -94,7 +98,7 @@ fn may_start(stored: &Job, known: &Job) -> bool {
 /// planned again, are left out.
 async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<PreparedJob>, Result<()>)> {
     let ids: Vec<_> = starts.iter().map(|start| start.row.job.id.clone()).collect();
-    // Jobs may have changed since the plan was made.
+    // The queue in memory may be behind the store.
     let known = starts.iter().map(|start| &start.row.job);
     let (mut stored, datasets) =
         tokio::try_join!(scheduler.store.jobs_by_id(&ids), read_datasets(scheduler, known))?;
@@ -104,8 +108,11 @@ async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<P
         let stored = stored.remove(&start.row.job.id);
         match stored.filter(|stored| !is_draining && may_start(&stored.job, &start.row.job)) {
             Some(row) => ready.push(Start { row: Arc::new(row), ..start }),
-            // The job's slots are free, so a new round is due.
-            None => scheduler.agents.leases.wake_dispatch(),
+            None => {
+                scheduler.waiting.note_change(&start.row.job);
+                // The job's slots are free, so a new round is due.
+                scheduler.agents.leases.wake_dispatch();
+            }
         }
     }
     let ids: Vec<_> = ready.iter().map(|start| start.row.job.id.clone()).collect();

@@ -1,7 +1,7 @@
 //! Dispatch: carries out the scheduler's plans, and fences attempts whose lease has expired.
 
 use crate::{
-    agents::leases::{ExpiredPart, RanksEnd},
+    agents::leases::{AttemptPart, RanksEnd},
     checkpoints::{Wait, object_store_fetches::CHECK_TIMEOUT},
     config::FairShare,
     lifecycle::{self, EndOnAgent},
@@ -292,11 +292,11 @@ fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
 /// given up before its lease has expired.
 async fn expire(
     scheduler: &Scheduler,
-    expired: ExpiredPart,
+    expired: AttemptPart,
     secs: f64,
     why_early: Option<&str>,
 ) -> Result<()> {
-    let ExpiredPart { attempt, place, agent_count, had_order } = expired;
+    let AttemptPart { attempt, place, agent_count, had_order } = expired;
     // The connection of a silent agent may still be open for a moment after its lease has expired.
     let heard_since = crate::now() - scheduler.agents.leases.duration / 2;
     let online = scheduler.agents.online();

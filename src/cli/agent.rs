@@ -1,7 +1,7 @@
 //! `lockstep agent`: joins a server from any machine.
 
 use super::{
-    access::{read_token_file, secret_file_warning},
+    access::{AccessArgs, read_token_file, secret_file_warning},
     init_tracing,
     size::parse_size,
     usage_error,
@@ -18,9 +18,10 @@ use std::{path::PathBuf, time::Duration};
 /// Join a server and run the ranks that it assigns to this machine
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Address of the server
-    #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER", default_value = super::access::DEFAULT_SERVER)]
-    server: String,
+    /// Address of the server [default: the address that a server on this machine has written into its data directory, or
+    /// http://127.0.0.1:7070]
+    #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER")]
+    server: Option<String>,
     /// CA certificates to trust in addition to the system's (PEM), for a server whose URL begins with https
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]
     ca_file: Option<PathBuf>,
@@ -127,7 +128,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         _ => None,
     };
     let options = Options {
-        server: args.server,
+        server: args.server.unwrap_or_else(|| AccessArgs::default().server(None)),
         ca_file: args.ca_file,
         token,
         identity,

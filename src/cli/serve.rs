@@ -20,7 +20,7 @@ use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs},
     path::PathBuf,
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 use tokio::{
     signal::unix::{Signal, SignalKind, signal},
@@ -248,7 +248,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 pub(crate) struct StopSignals {
     terminate: Signal,
     interrupt: Signal,
+    /// When `next` last returned.
+    last: Option<Instant>,
 }
+
+/// Time in which further signals belong to the same request: `timeout`(1) signals a process, and then also its process group.
+const SAME_REQUEST: Duration = Duration::from_secs(1);
 
 impl StopSignals {
     /// Starts to receive the signals.
@@ -256,14 +261,21 @@ impl StopSignals {
     /// # Errors
     /// The system does not allow signal handlers.
     pub(crate) fn listen() -> io::Result<Self> {
-        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
+        let [terminate, interrupt] = [SignalKind::terminate(), SignalKind::interrupt()].map(signal);
+        Ok(Self { terminate: terminate?, interrupt: interrupt?, last: None })
     }
 
-    /// Waits for the next signal.
+    /// Waits for the next signal. Signals within a second after the last one count as the same.
     pub(crate) async fn next(&mut self) {
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
+        loop {
+            tokio::select! {
+                _ = self.terminate.recv() => {}
+                _ = self.interrupt.recv() => {}
+            }
+            if self.last.is_none_or(|last| last.elapsed() > SAME_REQUEST) {
+                self.last = Some(Instant::now());
+                return;
+            }
         }
     }
 }

@@ -149,6 +149,8 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
 const SPARE_DELAY: Duration = Duration::from_secs(5);
 /// Maximum number of different reasons for failed connections that are logged before the next connection.
 const MAX_LOGGED_REASONS: usize = 16;
+/// Interval after which a reason is logged again.
+const REPEAT_REASONS: Duration = Duration::from_secs(5 * 60);
 
 struct Agent {
     options: Options,
@@ -194,8 +196,9 @@ impl Agent {
         let server = &address.server;
         let mut signals = Signals::new()?;
         let mut backoff = RETRY;
-        // Reasons for failed connections since the last welcome. Each is logged once.
+        // Reasons for failed connections that were logged since the last welcome, or in the last minutes.
         let mut logged_reasons = Vec::new();
+        let mut forgotten_at = Instant::now();
         loop {
             let began = Instant::now();
             let mut listeners = Vec::new();
@@ -257,6 +260,10 @@ impl Agent {
                     reason
                 }
             };
+            if forgotten_at.elapsed() > REPEAT_REASONS {
+                logged_reasons.clear();
+                forgotten_at = Instant::now();
+            }
             if logged_reasons.len() < MAX_LOGGED_REASONS && !logged_reasons.contains(&lost) {
                 tracing::warn!(%server, %lost, "no connection to the server; retrying");
                 logged_reasons.push(lost);

@@ -371,7 +371,7 @@ impl fmt::Display for ReasonKind {
                 "another version of lockstep stored this job, and this version cannot start it ({detail}); run that \
                  version, or submit the job again"
             ),
-            NoAgentOnline => f.write_str("no agent is online; start one with `lockstep agent --server URL`"),
+            NoAgentOnline => f.write_str("no agent is online; the page Machines has the commands that start one"),
             NoAgentAccepts { detail } => {
                 let drained =
                     detail.as_deref().map_or(String::new(), |names| format!("; {}", undrain_advice(names)));

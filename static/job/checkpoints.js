@@ -93,6 +93,8 @@ export class Checkpoints {
       setText(element("label"), label);
       element("best").hidden = !c.best;
       element("uploading").hidden = c.stored !== "uploading";
+      element("missing").hidden = !c.missing;
+      row.querySelector(".row-actions").hidden = Boolean(c.missing);
       setText(element("accuracy"), c.val_accuracy == null ? "" : percent(c.val_accuracy) + uncertainty(c.val_accuracy, c.validation?.pictures));
       setText(element("size"), bytes(c.size_bytes));
       element("size").title = `${count(c.size_bytes)} bytes`;

@@ -421,7 +421,8 @@ pub(super) fn load_newest_valid(
         }
     }
     Err(TrainError::Impossible(format!(
-        "no valid checkpoint is left to continue from ({}); begin a new run from the start",
+        "no valid checkpoint is left to continue from ({}); if a backup has its files, put them back and start again; otherwise begin a new \
+         run from the start",
         damage.join("; ")
     )))
 }

@@ -1,7 +1,7 @@
 //! Ranks that together compute one copy of a network (`parallel.mode = "hybrid"`).
 
 use super::{
-    Bench, assert_success,
+    Bench, MAX_PLAN_DIFFERENCE, assert_success,
     stops::{pid_of, signal, start_until_step, state},
 };
 use crate::tensors::max_difference;
@@ -44,7 +44,7 @@ async fn ranks_that_share_a_network_match_one_rank() {
     let last = bench.model("one", "1-13");
     for step in ["1-4", "1-13"] {
         let difference = max_difference(&bench.model("four", step), &bench.model("one", step));
-        assert!(difference < 1e-4, "{step}: {difference}");
+        assert!(difference < MAX_PLAN_DIFFERENCE, "{step}: {difference}");
     }
     assert!(output.contains("validation accuracy of the averaged weights is "), "{output}");
     assert_eq!(state(&bench, "four", "1-13")["world_size"], 4);
@@ -66,7 +66,7 @@ async fn ranks_that_share_a_network_match_one_rank() {
         assert!(output.contains("continuing from checkpoint 1-4 at step 4"), "{output}");
         assert_eq!(validation(&output), validation(&alone), "{out}");
         let difference = max_difference(&bench.model(out, "1-13"), &last);
-        assert!(difference < 1e-4, "{out}: {difference}");
+        assert!(difference < MAX_PLAN_DIFFERENCE, "{out}: {difference}");
     }
 
     // With pretrained weights, of which each rank loads its part.
@@ -75,7 +75,7 @@ async fn ranks_that_share_a_network_match_one_rank() {
         assert_success(&run(out, &[sets, &[pretrained.as_str()]].concat(), &[]));
     }
     let difference = max_difference(&bench.model("tuned", "1-4"), &bench.model("tuned-alone", "1-4"));
-    assert!(difference < 1e-3, "{difference}");
+    assert!(difference < MAX_PLAN_DIFFERENCE, "{difference}");
 
     // Three ranks have 4, 3 and 3 of ten classes. They read 33, 33 and 34 of 100 validation pictures, so the last rank has one more batch.
     let uneven =
@@ -140,13 +140,13 @@ async fn stages_match_one_rank_and_continue_after_a_killed_rank() {
     }
     assert_eq!(accuracies(&output)[..2], accuracies(&alone)[..2]);
     let (last, of_stages) = (bench.model("one", "1-13"), bench.model("stages", "1-13"));
-    assert!(max_difference(&of_stages, &last) < 1e-4, "{}", max_difference(&of_stages, &last));
+    assert!(max_difference(&of_stages, &last) < MAX_PLAN_DIFFERENCE, "{}", max_difference(&of_stages, &last));
 
     // One rank continues from a checkpoint of stages, and stages from a checkpoint of one rank.
     for (out, from, sets) in [("back", "stages", one), ("forth", "one", sets(&stages))] {
         run(out, &sets, &["--resume", &bench.checkpoint(from, "1-4")]);
         let difference = max_difference(&bench.model(out, "1-13"), &last);
-        assert!(difference < 1e-4, "{out}: {difference}");
+        assert!(difference < MAX_PLAN_DIFFERENCE, "{out}: {difference}");
     }
 
     // Rank 2, which is killed, has the second stage.

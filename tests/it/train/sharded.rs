@@ -1,6 +1,6 @@
 //! Checkpoints whose parts are written by all ranks (`checkpoint.sharded`).
 
-use super::{Bench, assert_success, sets};
+use super::{Bench, MAX_PLAN_DIFFERENCE, assert_success, sets};
 use crate::{
     pictures,
     server::lockstep,
@@ -150,8 +150,11 @@ async fn every_plan_continues_from_checkpoints_of_every_plan() {
                 "{sets:?}: the same bits as without an interruption"
             );
         } else {
-            assert!(max_difference(&last, &expected) < 1e-4, "{sets:?}");
-            assert!(max_difference(&export(&bench, &out, LAST, "ema"), &average) < 1e-4, "{sets:?}");
+            assert!(max_difference(&last, &expected) < MAX_PLAN_DIFFERENCE, "{sets:?}");
+            assert!(
+                max_difference(&export(&bench, &out, LAST, "ema"), &average) < MAX_PLAN_DIFFERENCE,
+                "{sets:?}"
+            );
         }
     }
 

@@ -91,25 +91,31 @@ pub(crate) fn table<const N: usize>(
 }
 
 /// Like [`table`]. Each row must have a cell for each column. If the table is wider than the terminal, cells in the columns `names` are
-/// shortened in the middle, and a long cell in the last column wraps. A pipe receives whole names.
+/// shortened in the middle. A pipe receives whole names.
 pub(crate) fn table_of_names(
     header: &[&str],
     names: &[&str],
     rows: impl IntoIterator<Item: AsRef<[String]>>,
 ) -> anyhow::Result<()> {
-    let mut table = Table::new(header, names, rows);
-    if let Some(columns) = terminal_columns() {
-        table.fit(columns);
-    }
-    table.print()
+    Table::new(header, names, rows).print()
+}
+
+/// Like [`table_of_names`], with sentences in the last column. If a terminal is too narrow for this column, each sentence is printed below
+/// its row.
+pub(crate) fn table_of_sentences(
+    header: &[&str],
+    names: &[&str],
+    rows: &[Vec<String>],
+) -> anyhow::Result<()> {
+    Table { has_sentences: true, ..Table::new(header, names, rows) }.print()
 }
 
 /// Number of spaces between two columns.
 const GAP: usize = 2;
 /// Minimum width of a column of names, in characters.
 const MIN_NAME_WIDTH: usize = 12;
-/// The last column may take the terminal's width divided by this number from the names. Longer cells wrap.
-const LAST_COLUMN_SHARE: usize = 3;
+/// A column of sentences gets at least the terminal's width divided by this number. Longer sentences wrap.
+const SENTENCE_SHARE: usize = 3;
 
 struct Table<'a> {
     header: Vec<&'a str>,
@@ -117,6 +123,10 @@ struct Table<'a> {
     names: &'a [&'a str],
     rows: Vec<Vec<String>>,
     widths: Vec<usize>,
+    /// Whether the last column contains sentences.
+    has_sentences: bool,
+    /// The sentence below each row, or an empty text. Empty if the sentences have a column.
+    sentences_below: Vec<String>,
 }
 
 impl<'a> Table<'a> {
@@ -129,41 +139,76 @@ impl<'a> Table<'a> {
             cells.max().unwrap_or_default().max(title.chars().count())
         };
         let widths = header.iter().enumerate().map(|(column, title)| width(column, title)).collect();
-        Self { header: header.to_vec(), names, rows, widths }
+        Self {
+            header: header.to_vec(),
+            names,
+            rows,
+            widths,
+            has_sentences: false,
+            sentences_below: Vec::new(),
+        }
     }
 
-    fn print(&self) -> anyhow::Result<()> {
-        let print = |cells: &[&str]| {
+    fn print(mut self) -> anyhow::Result<()> {
+        if let Some(columns) = terminal_columns() {
+            self.fit(columns);
+        }
+        let print = |cells: Vec<&str>| {
             let padded: Vec<_> =
                 cells.iter().zip(&self.widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
             line(padded.join(&" ".repeat(GAP)).trim_end())
         };
-        print(&self.header)?;
-        self.rows.iter().try_for_each(|row| print(&row.iter().map(String::as_str).collect::<Vec<_>>()))
+        print(self.header.clone())?;
+        for (index, row) in self.rows.iter().enumerate() {
+            print(row.iter().map(String::as_str).collect())?;
+            if let Some(sentence) = self.sentences_below.get(index).filter(|sentence| !sentence.is_empty()) {
+                line(format!("{:GAP$}{sentence}", ""))?;
+            }
+        }
+        Ok(())
     }
 
-    /// Reduces the rows to `columns` characters as far as possible: shortens names, in the widest column first.
+    /// Reduces the rows to `columns` characters as far as possible: removes empty columns, moves sentences below their rows, and shortens
+    /// names.
     fn fit(&mut self, columns: usize) {
-        let Some((last, others)) = self.widths.split_last() else { return };
-        let last = (*last).min(columns / LAST_COLUMN_SHARE);
-        let mut width = others.iter().map(|width| width + GAP).sum::<usize>() + last;
-        let is_name = |column: usize| self.names.contains(&self.header[column]);
-        while width > columns {
-            let min_width = |column: usize| MIN_NAME_WIDTH.max(self.header[column].chars().count());
-            let can_narrow = |column: &usize| is_name(*column) && self.widths[*column] > min_width(*column);
-            let narrowed =
-                (0..self.widths.len()).filter(can_narrow).max_by_key(|column| self.widths[*column]);
-            let Some(widest) = narrowed else { break };
-            self.widths[widest] -= 1;
-            width -= 1;
+        if width(&self.widths) <= columns {
+            return;
         }
+        for column in (0..self.header.len()).rev() {
+            if !self.rows.is_empty() && self.rows.iter().all(|row| row[column].is_empty()) {
+                self.has_sentences &= column + 1 < self.header.len();
+                self.remove(column);
+            }
+        }
+        let last = self.widths.len().saturating_sub(1);
+        let (mut widths, mut fits) = (self.widths.clone(), false);
+        if self.has_sentences && last > 0 {
+            let available = columns.saturating_sub(GAP + widths[last].min(columns / SENTENCE_SHARE));
+            fits = narrow(&self.header, self.names, &mut widths[..last], available);
+            if !fits {
+                self.sentences_below = self.remove(last);
+                widths.clone_from(&self.widths);
+            }
+        }
+        if !fits {
+            narrow(&self.header, self.names, &mut widths, columns);
+        }
+        self.widths = widths;
         for row in &mut self.rows {
             for (column, cell) in row.iter_mut().enumerate() {
-                if is_name(column) && cell.chars().count() > self.widths[column] {
+                let is_name = self.names.contains(&self.header[column]);
+                if is_name && cell.chars().count() > self.widths[column] {
                     *cell = shorten(cell, self.widths[column]);
                 }
             }
         }
+    }
+
+    /// Removes a column and returns its cells.
+    fn remove(&mut self, column: usize) -> Vec<String> {
+        self.header.remove(column);
+        self.widths.remove(column);
+        self.rows.iter_mut().map(|row| row.remove(column)).collect()
     }
 }
 
@@ -180,6 +225,25 @@ fn shorten(name: &str, max: usize) -> String {
     format!("{}…{settings}", title.chars().take(available).collect::<String>())
 }
 
+/// Returns the number of characters in a row.
+fn width(widths: &[usize]) -> usize {
+    widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1)
+}
+
+/// Narrows columns of `names`, the widest first, until a row has at most `columns` characters. Returns false if that is impossible.
+fn narrow(header: &[&str], names: &[&str], widths: &mut [usize], columns: usize) -> bool {
+    while width(widths) > columns {
+        let is_name = |column: &usize| names.contains(&header[*column]);
+        let widest = (0..widths.len()).filter(is_name).max_by_key(|column| widths[*column]);
+        let Some(widest) = widest.filter(|c| widths[*c] > MIN_NAME_WIDTH.max(header[*c].chars().count()))
+        else {
+            return false;
+        };
+        widths[widest] -= 1;
+    }
+    true
+}
+
 /// Returns the width of the terminal on standard output, or `None` if it is not a terminal or reports no width.
 fn terminal_columns() -> Option<usize> {
     let out = io::stdout();
@@ -193,21 +257,24 @@ mod tests {
 
     const HEADER: [&str; 5] = ["JOB", "NAME", "OWNER", "KEPT", "WAITS FOR"];
 
+    /// Returns a table with one row whose cells have these lengths, fitted to a terminal with this number of columns.
+    fn table(lengths: [usize; 5], columns: usize) -> Table<'static> {
+        let row = lengths.map(|length| "x".repeat(length));
+        let table = Table::new(&HEADER, &["NAME", "OWNER"], &[row]);
+        let mut table = Table { has_sentences: true, ..table };
+        table.fit(columns);
+        table
+    }
+
     #[test]
     fn a_table_is_narrowed_to_the_terminal_by_its_longest_names() {
-        // The widths of a table with one row whose cells have these lengths, on a terminal with this number of columns.
-        let widths = |lengths: [usize; 5], columns| {
-            let row = lengths.map(|length| "x".repeat(length));
-            let mut table = Table::new(&HEADER, &["NAME", "OWNER"], &[row]);
-            table.fit(columns);
-            table.widths
-        };
+        let widths = |lengths, columns| table(lengths, columns).widths;
         assert_eq!(widths([27, 40, 10, 4, 30], 119), [27, 40, 10, 4, 30], "the table fits exactly");
         assert_eq!(widths([27, 40, 10, 4, 30], 118), [27, 39, 10, 4, 30], "one character too wide");
-        assert_eq!(widths([27, 200, 30, 4, 30], 120), [27, 26, 25, 4, 30]);
+        assert_eq!(widths([27, 40, 10, 0, 30], 118), [27, 40, 10, 30], "an empty column goes first");
+        assert_eq!(widths([27, 200, 30, 0, 30], 120), [27, 29, 28, 30]);
         // A long sentence wraps, and ids stay whole.
-        assert_eq!(widths([27, 200, 30, 4, 300], 120), [27, 21, 20, 4, 300]);
-        assert_eq!(widths([27, 200, 30, 4, 300], 20), [27, 12, 12, 4, 300], "names do not get narrower");
+        assert_eq!(widths([27, 200, 30, 0, 300], 120), [27, 24, 23, 300]);
     }
 
     #[test]
@@ -216,5 +283,14 @@ mod tests {
         assert_eq!(shorten(trial, 30), "cifar…lr=0.01 weight_decay=0.0");
         assert_eq!(shorten(trial, 20), "…lr=0.01 …_decay=0.0");
         assert_eq!(shorten("lr=0.01 weight_decay=0.0", 19), "lr=0.01 …_decay=0.0");
+    }
+
+    #[test]
+    fn a_sentence_that_does_not_fit_stands_below_its_row() {
+        let narrow = table([27, 200, 30, 0, 300], 80);
+        assert_eq!(narrow.header, HEADER[..3]);
+        assert_eq!(narrow.widths, [27, 25, 24], "names get the sentence's space");
+        assert_eq!(narrow.sentences_below, ["x".repeat(300)]);
+        assert_eq!(table([27, 200, 30, 0, 300], 20).widths, [27, 12, 12], "names do not get narrower");
     }
 }

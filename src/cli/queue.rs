@@ -66,7 +66,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             header.remove(KEPT_COLUMN);
             rows.iter_mut().for_each(|row| drop(row.remove(KEPT_COLUMN)));
         }
-        output::table_of_names(&header, &["NAME", "PROJECT", "OWNER"], &rows)?;
+        output::table_of_sentences(&header, &["NAME", "PROJECT", "OWNER"], &rows)?;
     }
     let mut lines = reservations.iter().map(describe_reservation);
     lines.try_for_each(|line| output::line(output::one_line(&line)))

@@ -135,7 +135,7 @@ async fn without_an_agent_a_job_waits_with_a_reason() {
     let server = TestServer::new().await;
     register_dataset(&server).await;
     let id = server.submit(|_| {}).await.id.to_string();
-    server.wait_for_reason(&id, "lockstep agent").await;
+    server.wait_for_reason(&id, "no agent is online").await;
     server.order(&id, "cancel").await;
     let (status, body) = server.post("/datasets", &json!({"name": "more", "path": "/x"})).await;
     assert_eq!(status, 503, "{body}");

@@ -1,7 +1,8 @@
 // All pages show the same figures: a job's speed, its history, and its values in the list and in Compare. The agent is simulated.
 
 import assert from "node:assert/strict";
-import { readFile } from "node:fs/promises";
+import { mkdir, readFile } from "node:fs/promises";
+import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { range, simulateAgent, spec } from "./agent.mjs";
 import { Browser, TestServer, saveChart, testInFullRun, until, untilLive, untilAsRendered } from "./test-server.mjs";
@@ -49,6 +50,8 @@ describe("a job", () => {
     let attempt = await agent.attempt(job.id);
     await begin(attempt);
     await reportSteps(attempt, 2, 1, 300);
+    // A checkpoint without files has no actions.
+    await mkdir(join(server.dir, "jobs", job.id, "checkpoints", "1-290"), { recursive: true });
     await agent.report(attempt, 0, [checkpoint(290)]);
     await agent.endAttempt(attempt, killed);
     attempt = await agent.attempt(job.id, 2);

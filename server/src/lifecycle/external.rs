@@ -221,9 +221,14 @@ fn add_points(row: &mut JobRow, columns: &[MetricColumn]) -> ChangeResult {
 }
 
 /// Updates the best validation accuracy. Values outside 0 to 1, such as percentages, do not count. The epoch is the value of the metric
-/// `epoch` at the same step of `columns`.
+/// `epoch` at the same step of `columns`. A run without a best accuracy first takes its newest accuracy, as measured at the newest step.
 fn note_best(job: &mut Job, accuracies: &MetricColumn, columns: &[MetricColumn]) {
     let is_share = |value: &f64| (0.0..=1.0).contains(value);
+    if job.best.is_none()
+        && let Some(value) = job.last.val_accuracy.filter(is_share)
+    {
+        job.best = Some(Measured { value, loss: None, step: job.step, epoch: job.epoch });
+    }
     let epochs = columns.iter().find(|column| column.name == "epoch");
     for (step, value) in accuracies.steps.iter().copied().zip(accuracies.values.iter().copied().map(exact)) {
         if is_share(&value) && job.best.is_none_or(|best| is_better(value, None, (best.value, best.loss))) {

@@ -125,8 +125,9 @@ pub fn report(
             Vec::new()
         }
         AttemptEvent::Evaluation(evaluation) => {
-            let lowest = row.progress.lowest_val_loss.unwrap_or(f64::INFINITY);
-            row.progress.lowest_val_loss = Some(lowest.min(evaluation.loss));
+            let lowest = row.progress.lowest_val_loss.or(row.job.last.val_loss);
+            row.progress.lowest_val_loss =
+                Some(lowest.map_or(evaluation.loss, |lowest| lowest.min(evaluation.loss)));
             let job = &mut row.job;
             job.last.val_loss = Some(evaluation.loss);
             job.last.val_accuracy = Some(evaluation.accuracy);

@@ -20,7 +20,7 @@ pub fn rung(row: &JobRow, epoch: u32) -> Rung {
     Rung {
         epoch,
         val_accuracy: job.last.val_accuracy.and(job.best).map(|best| best.value),
-        val_loss: job.last.val_loss.and(progress.lowest_val_loss),
+        val_loss: job.last.val_loss.map(|last| progress.lowest_val_loss.unwrap_or(last)),
     }
 }
 

@@ -108,8 +108,8 @@ async fn the_end_of_an_attempt_is_stored_after_its_checkpoints() {
             a.end(&attempt, Ending::Stopped).await;
         }
         if !b_returns {
-            // The attempt ends when the lease of the other machine expires.
-            let reason = "\"b\"";
+            // The attempt ends before the lease of the other machine expires.
+            let reason = "agent \"b\" was shut down (the agent was stopped)";
             let since = Instant::now();
             let is_reported = |event: &Value| {
                 event["state"] == "queued" && event["reason"].as_str().is_some_and(|why| why.contains(reason))

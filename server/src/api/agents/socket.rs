@@ -247,9 +247,10 @@ async fn serve(
         if let Err(error) = scheduler.agents.rows.put(&*scheduler.store, AgentRow::clone(&online.row)).await {
             tracing::warn!(%error, "the time at which an agent was last seen could not be stored");
         }
-        // With the code AGAIN, the agent reconnects, sends the missing reports, and announces again that it leaves.
-        if let Some(reason) = leave_reason.filter(|_| code != close_code::AGAIN) {
-            dispatch::requeue_after_leave(&scheduler, &online.row, &reason).await;
+        if let Some(reason) = leave_reason {
+            // With this code, the server has closed the connection before it has read all reports.
+            let has_unread_reports = code == close_code::AGAIN;
+            dispatch::requeue_after_leave(&scheduler, online, reason, has_unread_reports).await;
         }
         // Removes an agent that served a single job and ended with that job. Otherwise the agent would stay on the list forever. An agent
         // that will reconnect stays on the list, and so does a drained agent.

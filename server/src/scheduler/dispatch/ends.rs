@@ -2,16 +2,17 @@
 
 use super::leaving_reason;
 use crate::{
-    agents::leases::RanksEnd,
+    agents::{OnlineAgent, leases::RanksEnd},
     lifecycle::{self, EndOnAgent},
     scheduler::Scheduler,
-    store::{AgentRow, JobRow, Place, Result, StoreError},
+    store::{JobRow, Place, Result, StoreError},
 };
 use lockstep_protocol::{
     agent::{AttemptRef, Ending, ToAgent},
     job::{Job, JobId, JobState},
     reason::{Reason, ReasonKind},
 };
+use std::{sync::Arc, time::Duration};
 
 /// How ranks that must end are stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,9 +22,38 @@ pub(crate) enum StopMode {
     AfterCheckpoint,
 }
 
-/// Requeues the jobs of unfinished attempts of an agent that was stopped in an orderly way.
-pub(crate) async fn requeue_after_leave(scheduler: &Scheduler, agent: &AgentRow, reason: &str) {
-    requeue(scheduler, &agent.id, leaving_reason(&agent.name, reason), |_| true).await;
+/// Silence after which a leaving agent whose connection was cut off counts as lost.
+const MAX_SILENCE: Duration = Duration::from_secs(10);
+
+/// Requeues the jobs of unfinished attempts of an agent that was stopped in an orderly way. If the agent `was_cut_off`, because one of its
+/// records could not be stored, it reconnects, sends its last reports again, and announces again that it is leaving. The jobs are then only
+/// requeued here if the agent does not reconnect.
+pub(crate) async fn requeue_after_leave(
+    scheduler: &Arc<Scheduler>,
+    agent: OnlineAgent,
+    reason: String,
+    was_cut_off: bool,
+) {
+    let (id, why) = (agent.row.id.clone(), leaving_reason(&agent.row.name, &reason));
+    if !was_cut_off {
+        return requeue(scheduler, &id, why, |_| true).await;
+    }
+    let scheduler = Arc::clone(scheduler);
+    let unfinished: Vec<_> =
+        scheduler.agents.leases.attempts_on(&id).into_iter().map(|(attempt, _)| attempt).collect();
+    tokio::spawn(async move {
+        while scheduler.agents.leases.attempts_on(&id).iter().any(|(attempt, _)| unfinished.contains(attempt))
+        {
+            let is_silent = scheduler.agents.silence(&id).is_none_or(|silence| silence >= MAX_SILENCE);
+            if is_silent && !scheduler.agents.is_connected(&id) {
+                return requeue(&scheduler, &id, why, |attempt| unfinished.contains(attempt)).await;
+            }
+            tokio::select! {
+                () = tokio::time::sleep(Duration::from_millis(500)) => {}
+                () = scheduler.tasks.stopping.cancelled() => return,
+            }
+        }
+    });
 }
 
 /// Requeues the job of an attempt that an agent has declined to start.

@@ -81,12 +81,14 @@ pub struct RankGroup<N: RecordSink> {
     stopping: Option<Stopping>,
     /// The time since which a failure of a rank is known. `None` if no rank has failed.
     failure_since: Option<Instant>,
+    /// Whether suspended ranks get SIGKILL instead of SIGTERM, because a suspended process does not react to SIGTERM.
+    pub kills_suspended: bool,
     orphans: Orphans,
 }
 
 impl<N: RecordSink> RankGroup<N> {
     pub fn new(orphans: Orphans) -> Self {
-        Self { ranks: Vec::new(), stopping: None, failure_since: None, orphans }
+        Self { ranks: Vec::new(), stopping: None, failure_since: None, kills_suspended: false, orphans }
     }
 
     /// Checks which ranks have ended.
@@ -200,8 +202,7 @@ impl<N: RecordSink> RankGroup<N> {
 
     fn signal(&mut self, signal: Signal) {
         for rank in &mut self.ranks {
-            // A suspended process does not react to SIGTERM.
-            let needs_kill = signal == Signal::TERM && rank.process.is_suspended();
+            let needs_kill = self.kills_suspended && signal == Signal::TERM && rank.process.is_suspended();
             rank.process.signal(if needs_kill { Signal::KILL } else { signal });
         }
     }

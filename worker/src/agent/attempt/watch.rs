@@ -104,6 +104,7 @@ impl Watch {
             oom_kills: lockstep_host::oom_kills(),
         };
         let mut ranks = RankGroup::new(Orphans::Stay);
+        ranks.kills_suspended = true;
         let decided = match mode {
             StartMode::Launch => {
                 let launched = this.launch(context, &mut ranks).await;

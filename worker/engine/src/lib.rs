@@ -48,7 +48,7 @@ use lockstep_comm::{CommError, ProcessGroup};
 use lockstep_data::loader::{Batch, BatchFormat, DataSource};
 use lockstep_protocol::{agent::AxisTimes, spec::Precision};
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
+use std::{ops::AddAssign, sync::Arc};
 
 /// Settings that stay the same during a run.
 #[derive(Debug, Clone)]
@@ -126,7 +126,7 @@ pub struct LossScaling {
     pub growth_tracker: u32,
 }
 
-/// Results of an evaluation batch on this rank: sums, which can be added over ranks.
+/// Results of evaluated batches on this rank: sums, which can be added over batches and ranks.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct EvalResult {
     /// Sum of the pictures' cross-entropies.
@@ -134,6 +134,14 @@ pub struct EvalResult {
     pub correct: u64,
     /// Number of pictures.
     pub samples: u64,
+}
+
+impl AddAssign for EvalResult {
+    fn add_assign(&mut self, other: Self) {
+        self.loss_sum += other.loss_sum;
+        self.correct += other.correct;
+        self.samples += other.samples;
+    }
 }
 
 /// Why a step failed.
@@ -155,7 +163,7 @@ pub enum EngineError {
 /// One rank's copy of the network and its optimizer.
 /// An engine is built for a group of ranks that see different pictures and keep the same weights, or that share copies
 /// of the network according to a [`plan::Plan`]. Building an engine is collective. Every rank of the group calls the collective
-/// methods, in the same order. Where ranks share a network, [`Engine::eval_step`] and [`Engine::predict`] are collective, too.
+/// methods, in the same order. Where ranks share a network, [`Engine::start_evaluation`] and [`Engine::predict`] are collective, too.
 ///
 /// Every method that returns a `Result` fails if the device fails, and a collective method fails with [`EngineError::Comm`] if
 /// a rank of the group is gone. The methods list only their other errors.
@@ -170,7 +178,7 @@ pub trait Engine: Send {
         Ok(BatchFormat::Normalised)
     }
     /// Prepares for pictures of other sizes than the network's: `training` sizes, and `evaluation` sizes, which only
-    /// [`Engine::eval_step`] and [`Engine::predict`] use. Call it before [`Engine::take_data`].
+    /// [`Engine::start_evaluation`] and [`Engine::predict`] use. Call it before [`Engine::take_data`].
     ///
     /// # Errors
     /// [`EngineError::Parameters`]: the network cannot be built for a size. The device has not enough memory.
@@ -225,16 +233,28 @@ pub trait Engine: Send {
     fn layer_times(&mut self) -> Vec<LayerTime> {
         Vec::new()
     }
-    /// Forward pass with running statistics. No state changes; only ranks that share a network communicate. Ranks of
-    /// other stages than the last return zeros.
+    /// Starts a forward pass with running statistics, whose result is added to the results that [`Engine::finish_evaluation`]
+    /// returns. Weights and statistics do not change; only ranks that share a network communicate. An engine may run asynchronously.
+    /// No step may be under way, and neither a step nor [`Engine::predict`] may be called before [`Engine::finish_evaluation`].
     ///
     /// # Errors
     /// [`EngineError::Parameters`]: pictures or labels do not fit the network.
-    fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError>;
+    fn start_evaluation(&mut self, batch: &Batch) -> Result<(), EngineError>;
+    /// Waits for the evaluation under way, and returns its results: sums since the last call. Ranks of other stages than the last
+    /// return zeros.
+    fn finish_evaluation(&mut self) -> Result<EvalResult, EngineError>;
+    /// Evaluates one batch.
+    ///
+    /// # Errors
+    /// As for [`Engine::start_evaluation`].
+    fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
+        self.start_evaluation(batch)?;
+        self.finish_evaluation()
+    }
     /// Logits `[samples, classes]` with running statistics. Empty on ranks of other stages than the last.
     ///
     /// # Errors
-    /// As for [`Engine::eval_step`].
+    /// As for [`Engine::start_evaluation`].
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError>;
     /// This rank's weights, biases and running statistics: its parts of split tensors, and no tensors of other stages.
     fn parameters(&self) -> Result<NamedTensors, EngineError>;

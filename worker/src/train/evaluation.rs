@@ -127,8 +127,7 @@ impl Run<'_> {
         let began = Instant::now();
         let Training { group, .. } = self.training;
         self.engine.set_image_size(self.data.shape.image_size)?;
-        // The loss, the number of correct predictions and the number of pictures.
-        let mut sums = [0.0; 3];
+        let mut measured = EvalResult::default();
         let parallel = &self.training.spec.parallel;
         let RunPlan { replica, replicas, .. } = self.plan;
         let batch_size = self.plan.config.batch_size;
@@ -143,12 +142,9 @@ impl Run<'_> {
             // Ranks among which the network is split compute each batch together, even if a rank has no pictures left.
             let empty_batch = parallel.is_hybrid().then(|| Ok(Batch::default()));
             if let Some(batch) = batches.next().or(empty_batch) {
-                let result = evaluate_batch(&mut *self.engine, &self.data.shape, &batch?, &views)?;
-                // Ranks that compute the same pictures together have the same results, which are counted once.
-                if parallel.counts_pictures(group.rank()) {
-                    sums[0] += result.loss_sum;
-                    sums[1] += result.correct as f64;
-                    sums[2] += result.samples as f64;
+                match views[..] {
+                    [_] => self.engine.start_evaluation(&batch?)?,
+                    _ => measured += evaluate_views(&mut *self.engine, &self.data.shape, &batch?, &views)?,
                 }
                 self.throughput.report_if_due("evaluating");
             }
@@ -159,11 +155,19 @@ impl Run<'_> {
                 let [stop_votes, step_secs] = vote;
                 votes.record(number, step_secs / f64::from(group.size()));
                 if stop_votes > 0.0 {
+                    self.engine.finish_evaluation()?;
                     return Ok(None);
                 }
             }
         }
         report_broken(self.training, &self.data);
+        measured += self.engine.finish_evaluation()?;
+        let EvalResult { loss_sum, correct, samples } = measured;
+        let mut sums = [loss_sum, correct as f64, samples as f64];
+        if !parallel.counts_pictures(group.rank()) {
+            // Ranks that compute the same pictures together have the same results, which are counted once.
+            sums = [0.0; 3];
+        }
         group.all_reduce((&mut sums).into())?;
         let [loss_sum, correct, samples] = sums;
         let total = self.data.shape.validation_samples as usize;
@@ -185,16 +189,13 @@ impl Run<'_> {
     }
 }
 
-/// Loss and correct predictions of a batch. With several views, from the weighted average of the views' logits.
-fn evaluate_batch(
+/// Loss and correct predictions of a batch, from the weighted average of the views' logits.
+fn evaluate_views(
     engine: &mut dyn Engine,
     shape: &Shape,
     batch: &Batch,
     views: &[View],
 ) -> Result<EvalResult, EngineError> {
-    if views.len() == 1 {
-        return engine.eval_step(batch);
-    }
     let (samples, classes) = (batch.labels.len(), shape.classes.len());
     let mut logits = vec![0.0; samples * classes];
     for view in views {

@@ -13,7 +13,7 @@ use lockstep_comm::{
     },
     ring::Ring,
 };
-use lockstep_engine::{Distribution, plan::Plan, registry};
+use lockstep_engine::{Distribution, EvalResult, plan::Plan, registry};
 use lockstep_host::gpu::RankGpu;
 use lockstep_protocol::spec::{Arch, Device, Precision};
 use scripted::{Overflow, Scripted, zeros};
@@ -184,6 +184,7 @@ impl TestJob {
                 updates: 0,
                 replica: plan.replica,
                 copies: copies.clone(),
+                evaluated: EvalResult::default(),
                 on_evaluation: Box::new(move || {
                     batches += 1;
                     match precision {

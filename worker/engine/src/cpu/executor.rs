@@ -418,7 +418,7 @@ impl Executor {
         true
     }
 
-    /// See [`crate::Engine::eval_step`].
+    /// The result of one batch; see [`crate::Engine::start_evaluation`].
     pub(super) fn evaluate(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
         let logits = self.predict(batch)?;
         if !self.network.is_last_stage() {

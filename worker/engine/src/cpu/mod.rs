@@ -71,7 +71,16 @@ pub(super) fn build(
     executor.scratch = conv::Scratch::new(format);
     let networks = vec![network.clone()];
     let initial = PartOf::new(initial, &network, &executor.network)?;
-    let mut engine = CpuEngine { threads, executor, network, networks, plan, comm, average: None };
+    let mut engine = CpuEngine {
+        threads,
+        executor,
+        network,
+        networks,
+        plan,
+        comm,
+        average: None,
+        evaluated: EvalResult::default(),
+    };
     engine.set_parameters(&initial)?;
     if engine.executor.state.memory.is_some() {
         engine.comm.barrier()?;
@@ -89,6 +98,8 @@ struct CpuEngine {
     plan: Plan,
     comm: Arc<dyn ProcessGroup>,
     average: Option<Average>,
+    /// Results since the last [`Engine::finish_evaluation`].
+    evaluated: EvalResult,
 }
 
 impl Engine for CpuEngine {
@@ -151,10 +162,15 @@ impl Engine for CpuEngine {
         layers
     }
 
-    fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
+    fn start_evaluation(&mut self, batch: &Batch) -> Result<(), EngineError> {
         self.check_batch(batch)?;
         let executor = &mut self.executor;
-        self.threads.install(|| executor.evaluate(batch))
+        self.evaluated += self.threads.install(|| executor.evaluate(batch))?;
+        Ok(())
+    }
+
+    fn finish_evaluation(&mut self) -> Result<EvalResult, EngineError> {
+        Ok(std::mem::take(&mut self.evaluated))
     }
 
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {

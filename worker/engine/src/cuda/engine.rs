@@ -114,16 +114,26 @@ impl Engine for CudaEngine {
         layers
     }
 
-    fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
-        let mut result = EvalResult::default();
+    fn start_evaluation(&mut self, batch: &Batch) -> Result<(), EngineError> {
+        if self.evaluated_pictures == 0 {
+            self.device.bind()?;
+            self.program.clear_totals()?;
+        }
         self.evaluate(batch, |engine, pictures| {
-            let (loss, correct) = engine.program.read_evaluation()?;
-            result.loss_sum += loss;
-            result.correct += correct;
-            result.samples += pictures as u64;
+            engine.evaluated_pictures += pictures as u64;
             Ok(())
-        })?;
-        Ok(result)
+        })
+    }
+
+    fn finish_evaluation(&mut self) -> Result<EvalResult, EngineError> {
+        let samples = std::mem::take(&mut self.evaluated_pictures);
+        if samples == 0 {
+            return Ok(EvalResult::default());
+        }
+        // An error of the GPU also ends this wait, and the read below reports the error.
+        self.wait_on_gpu(|program| program.main_stream.0.is_idle().unwrap_or(true))?;
+        let (loss_sum, correct) = self.program.read_totals()?;
+        Ok(EvalResult { loss_sum, correct, samples })
     }
 
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {

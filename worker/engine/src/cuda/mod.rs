@@ -129,6 +129,7 @@ fn build(
         unreturned: Vec::new(),
         has_old_weights: false,
         started_steps: 0,
+        evaluated_pictures: 0,
         first_average_step: None,
         last_end: None,
         free_before,
@@ -197,6 +198,8 @@ struct CudaEngine {
     has_old_weights: bool,
     /// Number of steps started on the GPU, modulo 2^32 as in the GPU's count of finished steps.
     started_steps: u32,
+    /// Number of pictures whose results are in the totals since the last [`Engine::finish_evaluation`].
+    evaluated_pictures: u64,
     /// The step after which the first average of the weights was created; `None` without an average, and if the average was set
     /// from a checkpoint.
     first_average_step: Option<u32>,

@@ -109,9 +109,9 @@ impl Phase {
         }
     }
 
-    /// Whether this phase adds to the gradients and totals of an earlier micro-batch of the step.
+    /// Whether this phase adds to the totals, and in training to the gradients, of an earlier micro-batch.
     fn carries_over(self) -> bool {
-        matches!(self, Phase::Train(MicroBatch { is_first: false, .. }))
+        !matches!(self, Phase::Train(MicroBatch { is_first: true, .. }))
     }
 }
 
@@ -338,8 +338,14 @@ impl Program {
         self.start(&self.commands(phase, input, StreamId::Side)?, input.address())
     }
 
-    /// Loss and number of correct predictions of the latest evaluated micro-batch.
-    pub(super) fn read_evaluation(&self) -> Result<(f64, u64), CudaError> {
+    /// Sets the totals, to which evaluated micro-batches add their results, to zero.
+    pub(super) fn clear_totals(&self) -> Result<(), CudaError> {
+        let totals = self.buffer(Region::Totals);
+        self.main_stream.0.fill(totals, totals.bytes, 0)
+    }
+
+    /// Loss and number of correct predictions of the micro-batches that were evaluated since [`Program::clear_totals`].
+    pub(super) fn read_totals(&self) -> Result<(f64, u64), CudaError> {
         self.main_stream.0.synchronize()?;
         let (mut loss, mut correct) = ([0f64], [0u64]);
         self.buffer(Region::Totals).read(0, &mut loss)?;

@@ -31,6 +31,8 @@ pub(super) struct Scripted {
     pub(super) copies: Arc<AtomicU32>,
     /// Called for each batch of a validation pass.
     pub(super) on_evaluation: Box<dyn FnMut() + Send>,
+    /// The results since the last `finish_evaluation`.
+    pub(super) evaluated: EvalResult,
 }
 
 impl Scripted {
@@ -68,10 +70,14 @@ impl Engine for Scripted {
             ..StepResult::default()
         }))
     }
-    fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
+    fn start_evaluation(&mut self, batch: &Batch) -> Result<(), EngineError> {
         (self.on_evaluation)();
         let loss_sum = if self.overflows(Overflow::Validation) { f64::INFINITY } else { 1.0 };
-        Ok(EvalResult { loss_sum, correct: 1, samples: batch.labels.len() as u64 })
+        self.evaluated += EvalResult { loss_sum, correct: 1, samples: batch.labels.len() as u64 };
+        Ok(())
+    }
+    fn finish_evaluation(&mut self) -> Result<EvalResult, EngineError> {
+        Ok(std::mem::take(&mut self.evaluated))
     }
     fn predict(&mut self, _: &Batch) -> Result<Vec<f32>, EngineError> {
         Ok(Vec::new())

@@ -45,7 +45,7 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    /// Computes the loss and, if this rank has all classes, the logits for the host.
+    /// Adds the loss to the totals and, if this rank has all classes, computes the logits for the host.
     pub(super) fn evaluate_loss(&mut self) -> Result {
         if !self.plan.network.is_last_stage() {
             return Ok(());
@@ -54,7 +54,7 @@ impl GraphEmitter<'_> {
             return self.split_loss(None);
         }
         let allocation = self.activation(self.plan.network.logits())?;
-        let loss = ops::CrossEntropy { smoothing: 0.0, ..self.cross_entropy(allocation) };
+        let loss = ops::CrossEntropy { smoothing: 0.0, accumulate: true, ..self.cross_entropy(allocation) };
         if self.uses_split_loss() {
             self.split_loss(None)?;
         } else {

@@ -101,8 +101,8 @@ impl GraphEmitter<'_> {
     pub(super) fn split_loss(&mut self, micro_batch: Option<MicroBatch>) -> Result {
         let facts = self.facts;
         let smoothing = micro_batch.map_or(0.0, |_| facts.label_smoothing);
-        // Later micro-batches add to the totals and bias gradients of the first. Evaluation does not accumulate.
-        let accumulate = micro_batch.is_some_and(|micro_batch| !micro_batch.is_first);
+        // The first micro-batch of a step replaces the totals and bias gradients. Later ones and evaluated ones add to them.
+        let accumulate = micro_batch.is_none_or(|micro_batch| !micro_batch.is_first);
         let logits = self.activation(self.plan.network.logits())?;
         let Some(split) = self.split_logits(logits) else { return Ok(()) };
         let bytes = split.record_bytes();

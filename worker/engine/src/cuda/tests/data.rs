@@ -1,6 +1,7 @@
 //! Tests of datasets on the GPU.
 
 use super::*;
+use crate::cuda::steps::split_batch;
 use lockstep_data::loader::View;
 
 /// Path of the bundled pictures, on this or another machine.
@@ -38,6 +39,13 @@ fn gpu_pictures_are_augmented_as_on_the_cpu() {
             let result = engine.train_step(&[batch], 0.01).unwrap();
             let validation = validation_batch(&data, 64);
             let evaluated = engine.eval_step(&validation).unwrap();
+            // The same pictures in two batches.
+            for part in split_batch(&validation, 40, &network) {
+                engine.start_evaluation(&part).unwrap();
+            }
+            let in_parts = engine.finish_evaluation().unwrap();
+            assert_near(in_parts.loss_sum, evaluated.loss_sum, 1e-5, "sum of losses of two batches");
+            assert_eq!((in_parts.correct, in_parts.samples), (evaluated.correct, evaluated.samples));
             // Views of pictures of the network's size.
             let views = if side == 28 { View::of(6) } else { Vec::new() };
             let of_view = |view: &View| engine.eval_step(&view.apply(&validation, 28, 1)).unwrap().loss_sum;

@@ -326,10 +326,10 @@ impl CudaEngine {
         mut read: impl FnMut(&mut Self, usize) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
         self.device.bind()?;
-        for part in split_batch(batch, self.config.batch_size, &self.network) {
+        for part in split_batch(batch, self.config.batch_size, &self.network).iter() {
             let pictures = part.labels.len();
             let control = Control { valid: pictures as u32, ..Control::default() };
-            self.run(Phase::Evaluate, control, &part)?;
+            self.run(Phase::Evaluate, control, part)?;
             if self.program.network().is_last_stage() {
                 read(self, pictures)?;
             }

@@ -1,7 +1,7 @@
 //! Sends micro-batches to the GPU and receives the results of steps.
 
 use super::{ops::GatherMode, *};
-use std::time::Instant;
+use std::{borrow::Cow, time::Instant};
 
 /// How long to wait for the ring to detect an ended rank, after NCCL has reported a failure.
 const RING_DETECTION_LIMIT: Duration = Duration::from_secs(1);
@@ -250,10 +250,10 @@ fn ring_error(comm: &dyn ProcessGroup, operation: &'static str) -> Option<CommEr
     }
 }
 
-/// Splits a batch into parts of at most `max_pictures` pictures.
-pub(super) fn split_batch(batch: &Batch, max_pictures: usize, network: &Network) -> Vec<Batch> {
+/// Splits a batch into parts of at most `max_pictures` pictures. Copies nothing if the batch is one part.
+pub(super) fn split_batch<'a>(batch: &'a Batch, max_pictures: usize, network: &Network) -> Cow<'a, [Batch]> {
     if batch.labels.len() <= max_pictures {
-        return vec![batch.clone()];
+        return std::slice::from_ref(batch).into();
     }
     let picture_len = network.tensors[network.input()].len();
     let part = |from: usize| {
@@ -271,5 +271,5 @@ pub(super) fn split_batch(batch: &Batch, max_pictures: usize, network: &Network)
             ..Batch::default()
         }
     };
-    (0..batch.labels.len()).step_by(max_pictures).map(part).collect()
+    (0..batch.labels.len()).step_by(max_pictures).map(part).collect::<Vec<_>>().into()
 }

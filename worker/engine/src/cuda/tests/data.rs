@@ -40,8 +40,8 @@ fn gpu_pictures_are_augmented_as_on_the_cpu() {
             let validation = validation_batch(&data, 64);
             let evaluated = engine.eval_step(&validation).unwrap();
             // The same pictures in two batches.
-            for part in split_batch(&validation, 40, &network) {
-                engine.start_evaluation(&part).unwrap();
+            for part in split_batch(&validation, 40, &network).iter() {
+                engine.start_evaluation(part).unwrap();
             }
             let in_parts = engine.finish_evaluation().unwrap();
             assert_near(in_parts.loss_sum, evaluated.loss_sum, 1e-5, "sum of losses of two batches");

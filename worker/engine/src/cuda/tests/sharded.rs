@@ -12,7 +12,7 @@ const STEPS: usize = 8;
 fn step(network: &Network, number: usize, accumulate: usize, rank: usize, ranks: usize) -> Vec<Batch> {
     let micro_batch = |micro: usize| {
         let all = pictures(network, BATCH, number * accumulate + micro);
-        let own = split_batch(&all, BATCH / ranks, network).swap_remove(rank);
+        let own = split_batch(&all, BATCH / ranks, network)[rank].clone();
         Batch { global_samples: BATCH, ..own }
     };
     (0..accumulate).map(micro_batch).collect()

@@ -149,7 +149,7 @@ fn every_way_to_gather_pictures_is_valid() {
         let input = Input::Dataset { pictures: 0, height: side, width: side, mode };
         let facts = Facts { scaling: scales.then_some([&table, &table]), ..setting.facts() };
         let commands = emit(&facts, phase, input, StreamId::Side).unwrap().commands;
-        assert_eq!(verify::verify(&commands, false), Ok(()), "{name}");
+        assert_eq!(verify::verify(&commands, phase.carries_over()), Ok(()), "{name}");
         let gathers: Vec<&Kernel> = commands
             .iter()
             .filter_map(|command| match command {

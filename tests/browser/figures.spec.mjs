@@ -58,6 +58,8 @@ describe("a job", () => {
     await begin(attempt, 290);
     const page = await browser.page(server, `/jobs/${job.id}`), list = await page.tab("/jobs"), compare = await page.tab(`/compare?jobs=${job.id}`);
     await untilLive(page);
+    // The attempt has no loss yet, and the loss of step 300 belongs to the attempt before.
+    for (const [id, text] of [["#step", "290"], ["#loss", "–"]]) await untilShows(page, id, text);
     const evaluation = (epoch, accuracy) => ({ type: "evaluation", epoch, step: 290, samples: 100, accuracy, loss: 1.5, secs: 1.5 });
     await agent.report(attempt, 0, [evaluation(2, 0.875), evaluation(3, 0.75)]);
     await reportSteps(attempt, 2, 291, 320);

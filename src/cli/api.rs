@@ -158,6 +158,18 @@ impl Api {
         self.find_named(JOB, id, in_state(accepts), OnDuplicateName::TakeNewest).await
     }
 
+    /// Like [`Api::find_job_preferring`], for actions on jobs in certain states.
+    ///
+    /// # Errors
+    /// See [`Api::find_job`]. Also if several jobs have the name, and none of them is accepted.
+    pub(crate) async fn find_job_in_state(
+        &self,
+        id: &str,
+        accepts: impl Fn(JobState) -> bool,
+    ) -> anyhow::Result<Job> {
+        self.find_named(JOB, id, in_state(accepts), OnDuplicateName::TakeNewestAccepted).await
+    }
+
     /// Like [`Api::find_job`], for commands that need checkpoints: of several jobs with the name, prefers the jobs of which Lockstep has
     /// trained a step.
     pub(crate) async fn find_trained_job(&self, id: &str) -> anyhow::Result<Job> {

@@ -31,7 +31,7 @@ export class Classify {
 
   #offerCheckpoints() {
     this.checkpoints.offer(this.choice, this.checkpoints.idOrBest(this.#chosen));
-    this.choice.disabled = byId("classify-files").disabled = !this.checkpoints.size;
+    this.choice.disabled = byId("classify-files").disabled = !this.checkpoints.usable.length;
     this.#update();
   }
 

@@ -31,7 +31,7 @@ export class Evaluation {
   /** The list selects the best checkpoint until the reader has chosen another one, which the URL then names. */
   #offerCheckpoints() {
     this.checkpoints.offer(this.choice, this.checkpoints.idOrBest(readUrl("checkpoint")));
-    this.choice.disabled = !this.checkpoints.size;
+    this.choice.disabled = !this.checkpoints.usable.length;
     if (!byId("evaluation-panel").hidden) this.update();
   }
 

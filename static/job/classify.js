@@ -45,7 +45,7 @@ export class Classify {
     this.#shown = chosen;
     this.results.replaceChildren();
     setText(byId("classify-reliability"), "");
-    setText(byId("classify-status"), chosen ? "" : "No checkpoint yet. Classes can be predicted as soon as the first checkpoint is written.");
+    setText(byId("classify-status"), chosen ? "" : this.checkpoints.size ? "The files of all checkpoints are missing." : "No checkpoint yet. Classes can be predicted as soon as the first checkpoint is written.");
     const requested = this.#requested = [...this.#requested];
     if (chosen) for (const files of [...requested]) if (requested === this.#requested) await this.#send(files);
   }

@@ -180,7 +180,7 @@ weights.addEventListener("focus", async () => {
   const [models, jobs] = await Promise.all([read("models", "models?fields=name,aliases,newest"), read("jobs", `jobs?state=succeeded&fields=id,name,spec&limit=${MAX_OFFERED_JOBS}`)]);
   const versions = ({ aliases, newest }) => (Object.keys(aliases).length ? Object.keys(aliases).map((alias) => `@${alias}`) : [`/${newest.version}`]);
   const checkpoints = await Promise.all(jobs.map(async ({ id, name, spec }) => {
-    const all = await read("checkpoints", `jobs/${id}/checkpoints?fields=id,best`), best = all.find((checkpoint) => checkpoint.best) ?? all[0];
+    const all = (await read("checkpoints", `jobs/${id}/checkpoints?fields=id,best,missing`)).filter((c) => !c.missing), best = all.find((checkpoint) => checkpoint.best) ?? all[0];
     return best ? [new Option(`best of ${name}, ${spec.model.arch}`, best.id)] : [];
   }));
   weights.list.prepend(...models.flatMap((model) => versions(model).map((version) => new Option(`models:/${model.name}${version}`))), ...checkpoints.flat());

@@ -149,14 +149,25 @@ impl Api {
         self.find_named(JOB, id, |_| true, OnDuplicateName::TakeNewest).await
     }
 
-    /// Like [`Api::find_job`], for actions on jobs in certain states: of several jobs with the name, prefers the jobs whose state `accepts`
-    /// accepts.
+    /// Like [`Api::find_job`], but of several jobs with the name, prefers the jobs whose state `accepts` accepts.
     pub(crate) async fn find_job_preferring(
         &self,
         id: &str,
         accepts: impl Fn(JobState) -> bool,
     ) -> anyhow::Result<Job> {
         self.find_named(JOB, id, in_state(accepts), OnDuplicateName::TakeNewest).await
+    }
+
+    /// Like [`Api::find_job_preferring`], for actions on jobs in certain states.
+    ///
+    /// # Errors
+    /// See [`Api::find_job`]. Also if several jobs have the name, and none of them is accepted.
+    pub(crate) async fn find_job_in_state(
+        &self,
+        id: &str,
+        accepts: impl Fn(JobState) -> bool,
+    ) -> anyhow::Result<Job> {
+        self.find_named(JOB, id, in_state(accepts), OnDuplicateName::TakeNewestAccepted).await
     }
 
     /// Like [`Api::find_job`], for commands that need checkpoints: of several jobs with the name, prefers the jobs of which Lockstep has
@@ -225,15 +236,18 @@ impl Api {
         ))
     }
 
-    /// Returns a sentence for the error that no job is called `name`, if a sweep or a model has this name.
-    async fn describe_namesake(&self, name: &str) -> Option<String> {
+    /// Returns a sentence for the error that no job or version is called `name`, if a sweep or a model has this name.
+    pub(crate) async fn describe_namesake(&self, name: &str) -> Option<String> {
         if let Some(sweep) = self.describe_sweep(name).await {
             return Some(sweep);
         }
         let models = self.read_all("/models").await.unwrap_or_default();
-        if models.iter().any(|model| text(model, "name") == name) {
+        let model_name = name.strip_prefix(SCHEME).unwrap_or(name);
+        if let Some(model) = models.iter().find(|model| text(model, "name") == model_name) {
             return Some(format!(
-                "{name} is a model: `lockstep model show {name}` shows its versions, which are named as in models:/{name}/1"
+                "{model_name} is a model: the name of a version also has its number or an alias, as in {SCHEME}{model_name}/{}; \
+                 `lockstep model show {model_name}` shows all versions and aliases",
+                model["newest"]["version"]
             ));
         }
         let version = format!("{SCHEME}{name}").parse::<VersionName>().ok()?;

@@ -58,7 +58,10 @@ pub(crate) async fn find(
         let chosen = choose(api, &job, checkpoint).await?;
         return Ok((job, chosen));
     }
-    let name = source.parse::<VersionName>().map_err(usage_error)?;
+    let name = match source.parse::<VersionName>() {
+        Ok(name) => name,
+        Err(error) => return Err(usage_error(api.describe_namesake(source).await.unwrap_or(error))),
+    };
     if checkpoint != BEST {
         return Err(usage_error(format!("{source} names a checkpoint already: leave --checkpoint out")));
     }

@@ -34,7 +34,7 @@ pub(crate) fn run(args: &Args, action: &str) -> anyhow::Result<()> {
             // If several jobs have the name, ignores jobs that the action cannot change.
             let job = match action {
                 "cancel" => api.find_only_job(name, can_change).await?,
-                _ => api.find_job_preferring(name, can_change).await?,
+                _ => api.find_job_in_state(name, can_change).await?,
             };
             if jobs.iter().all(|other| other.id != job.id) {
                 jobs.push(job);

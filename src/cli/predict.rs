@@ -146,6 +146,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let results: Vec<ModelPrediction> = match &args.model {
         Some(model) => {
             let model = weight_files::resolve_run_folder(model)?;
+            if model.is_dir() && !weight_files::has_weights(&model) {
+                return Err(usage_error(format!(
+                    "{} has no model: the folder of a checkpoint has model.safetensors or ema.safetensors, and the folder of a run of \
+                     `lockstep train` has the folder checkpoints; give one of these",
+                    model.display()
+                )));
+            }
             let predictions = predict_here(&model, args.embed, &images).map_err(usage_error)?;
             let reported = predictions.into_iter().map(|prediction| args.report(prediction, None));
             reported.collect::<anyhow::Result<_>>()?

@@ -29,7 +29,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 pub(crate) fn run(args: JobArgs) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
-        let job = api.find_job(&args.job).await?;
+        let job = api.find_job_preferring(&args.job, |state| !state.is_final()).await?;
         show_to_end(&api, job, args.server.json).await
     })
 }

@@ -105,13 +105,15 @@ fn row(webhook: &Value, newest: Option<&Value>) -> [String; 7] {
     [id, state.into(), form, url, project, events, newest.map(describe_message).unwrap_or_default()]
 }
 
-/// Formats the time and the state of a message: `2026-01-02T03:04:05.678Z delivered`.
+/// Formats the time and the state of a message: `2026-01-02T03:04:05.678Z delivered`. Names the error of the last attempt.
 fn describe_message(message: &Value) -> String {
     let at = text(message, "created_at");
     let newest = message["attempts"].as_array().and_then(|attempts| attempts.last());
+    let is_waiting = !message["next_at"].is_null();
     match newest.and_then(|attempt| attempt["error"].as_str()) {
-        _ if !message["next_at"].is_null() => format!("{at} waiting"),
+        None if is_waiting => format!("{at} waiting"),
         None => format!("{at} delivered"),
+        Some(error) if is_waiting => format!("{at} waiting after a failed attempt: {error}"),
         Some(error) => format!("{at} failed: {error}"),
     }
 }

@@ -37,7 +37,7 @@ export class Actions {
   show() {
     const job = this.page.job();
     for (const [action, applies] of Object.entries(APPLIES)) byId(action).hidden = !applies(job);
-    byId("fork").hidden = !this.page.checkpoints.size;
+    byId("fork").hidden = !this.page.checkpoints.usable.length;
     byId("predict").hidden = byId("fork").hidden || job.state !== "succeeded";
     const priority = byId("priority"), value = String(job.spec.priority);
     if (priority) byId("waits").hidden = !hasPriority(job);

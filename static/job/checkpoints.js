@@ -53,14 +53,16 @@ export class Checkpoints {
   get best() { return this.sorted.find((c) => c.best); }
   has(step) { return [...this.#all.values()].some((c) => c.step === step); }
   get bytes() { return [...this.#all.values()].reduce((sum, c) => sum + c.size_bytes, 0); }
+  /** The checkpoints whose files exist, newest first. */
+  get usable() { return this.sorted.filter((c) => !c.missing); }
   get sorted() { return [...this.#all.values()].sort((a, b) => b.step - a.step || b.attempt - a.attempt); }
 
-  /** Returns `id`, or the id of the best checkpoint if there is no checkpoint `id`. */
-  idOrBest(id) { return this.#all.has(id) ? id : this.best?.id; }
+  /** Returns `id`, or the id of the best checkpoint if no usable checkpoint has the id `id`. */
+  idOrBest(id) { return this.usable.some((c) => c.id === id) ? id : this.best?.id; }
 
-  /** Offers the checkpoints in a list of choices. `chosen`: id of the selected checkpoint. */
+  /** Offers the usable checkpoints in a list of choices. `chosen`: id of the selected checkpoint. */
   offer(choice, chosen) {
-    choice.replaceChildren(...this.sorted.map((c) => new Option(`${c.epoch}-${c.step}${c.best ? ", best" : ""}`, c.id, false, c.id === chosen)));
+    choice.replaceChildren(...this.usable.map((c) => new Option(`${c.epoch}-${c.step}${c.best ? ", best" : ""}`, c.id, false, c.id === chosen)));
   }
 
   apply(event) {

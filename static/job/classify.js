@@ -31,7 +31,7 @@ export class Classify {
 
   #offerCheckpoints() {
     this.checkpoints.offer(this.choice, this.checkpoints.idOrBest(this.#chosen));
-    this.choice.disabled = byId("classify-files").disabled = !this.checkpoints.size;
+    this.choice.disabled = byId("classify-files").disabled = !this.checkpoints.usable.length;
     this.#update();
   }
 
@@ -45,7 +45,7 @@ export class Classify {
     this.#shown = chosen;
     this.results.replaceChildren();
     setText(byId("classify-reliability"), "");
-    setText(byId("classify-status"), chosen ? "" : "No checkpoint yet. Classes can be predicted as soon as the first checkpoint is written.");
+    setText(byId("classify-status"), chosen ? "" : this.checkpoints.size ? "The files of all checkpoints are missing." : "No checkpoint yet. Classes can be predicted as soon as the first checkpoint is written.");
     const requested = this.#requested = [...this.#requested];
     if (chosen) for (const files of [...requested]) if (requested === this.#requested) await this.#send(files);
   }

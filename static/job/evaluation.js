@@ -31,7 +31,7 @@ export class Evaluation {
   /** The list selects the best checkpoint until the reader has chosen another one, which the URL then names. */
   #offerCheckpoints() {
     this.checkpoints.offer(this.choice, this.checkpoints.idOrBest(readUrl("checkpoint")));
-    this.choice.disabled = !this.checkpoints.size;
+    this.choice.disabled = !this.checkpoints.usable.length;
     if (!byId("evaluation-panel").hidden) this.update();
   }
 
@@ -46,7 +46,7 @@ export class Evaluation {
     this.#shown = this.choice.value;
     out.hidden = true;
     setText(byId("neighbours-sum"), "");
-    if (!this.choice.value) return showActivity("No checkpoint yet. The first checkpoint can be evaluated here.");
+    if (!this.choice.value) return showActivity(this.checkpoints.size ? "The files of all checkpoints are missing." : "No checkpoint yet. The first checkpoint can be evaluated here.");
     const found = await this.#request("evaluation", "Evaluating on the validation pictures …", (activity) => showActivity(activity, `${Math.round((Date.now() - began) / 1000)} s`));
     if (found) this.#show(found);
     else if (thisRequest === this.#requests) {

@@ -80,7 +80,7 @@ export class Facts {
     setFact("left", secs == null ? "–" : clock(secs), !isOver && secs > 60 ? `until ${timeAndDay(now + 1000 * secs, 5, now)}` : "");
     const speed = job.images_per_second;
     setFact("speed", speed ? rate(speed) : "–", speed && this.#rankCount > 1 ? `${rate(speed / this.#rankCount)} per rank` : "");
-    const newestLoss = loss && Number.isFinite(loss.newestValue) ? loss.newestValue : job.last.loss;
+    const newestLoss = loss?.attempt >= job.attempt && Number.isFinite(loss.newestValue) ? loss.newestValue : job.last.loss;
     setFact("loss", newestLoss == null ? "–" : value(newestLoss), newestLoss == null ? "" : "newest step");
     byId("loss").title = newestLoss == null ? "" : String(newestLoss);
 

@@ -1,7 +1,7 @@
 // All pages show the same figures: a job's speed, its history, and its values in the list and in Compare. The agent is simulated.
 
 import assert from "node:assert/strict";
-import { mkdir, readFile } from "node:fs/promises";
+import { mkdir, readFile, rm } from "node:fs/promises";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { range, simulateAgent, spec } from "./agent.mjs";
@@ -51,13 +51,16 @@ describe("a job", () => {
     await begin(attempt);
     await reportSteps(attempt, 2, 1, 300);
     // A checkpoint without files has no actions.
-    await mkdir(join(server.dir, "jobs", job.id, "checkpoints", "1-290"), { recursive: true });
+    const folder = join(server.dir, "jobs", job.id, "checkpoints", "1-290");
+    await mkdir(folder, { recursive: true });
     await agent.report(attempt, 0, [checkpoint(290)]);
     await agent.endAttempt(attempt, killed);
     attempt = await agent.attempt(job.id, 2);
     await begin(attempt, 290);
     const page = await browser.page(server, `/jobs/${job.id}`), list = await page.tab("/jobs"), compare = await page.tab(`/compare?jobs=${job.id}`);
     await untilLive(page);
+    // The attempt has no loss yet, and the loss of step 300 belongs to the attempt before.
+    for (const [id, text] of [["#step", "290"], ["#loss", "–"]]) await untilShows(page, id, text);
     const evaluation = (epoch, accuracy) => ({ type: "evaluation", epoch, step: 290, samples: 100, accuracy, loss: 1.5, secs: 1.5 });
     await agent.report(attempt, 0, [evaluation(2, 0.875), evaluation(3, 0.75)]);
     await reportSteps(attempt, 2, 291, 320);
@@ -111,6 +114,12 @@ describe("a job", () => {
       assert.equal(await page.locator("#checkpoints [data-f=accuracy]").first().evaluate((cell) => { const range = document.createRange(); range.selectNodeContents(cell); return range.getClientRects().length; }), 1, `the accuracy has one line at ${width}`);
     }
     await until("Compare shows the job's end", async () => /succeeded/.test(await compare.locator("#results").textContent()) && !/so far/.test(await compare.locator("#results").textContent()));
+    const offers = page.locator("#predict:not([hidden]), #fork:not([hidden]), #classify-checkpoint option, #evaluation-checkpoint option");
+    assert.equal(await offers.count(), 4);
+    await rm(folder, { recursive: true });
+    await page.reload();
+    await until("the page marks the checkpoint", () => page.getByText("files missing").first().isVisible());
+    assert.equal(await offers.count(), 0, "a checkpoint without files is not offered");
   });
 
   test("that waits, failed or was cancelled before its first step shows why and what to do, in place of empty charts", async () => {

@@ -41,8 +41,11 @@ async fn commands_find_the_token_of_a_server_on_the_same_machine() {
     ]);
     list(&["--token-file", "data/token"], &[]).ok();
     list(&[], &[("LOCKSTEP_TOKEN", &server.token())]).ok();
-    list(&[], &[("LOCKSTEP_TOKEN", "lockstep_of-another")])
-        .assert_usage_error(&["does not know that token", "the environment variable LOCKSTEP_TOKEN"]);
+    list(&[], &[("LOCKSTEP_TOKEN", "lockstep_of-another")]).assert_usage_error(&[
+        "does not know that token",
+        "makes another",
+        "the environment variable LOCKSTEP_TOKEN",
+    ]);
     server.folder().write("other", "lockstep_of-another");
     list(&["--token-file", "other"], &[]).assert_usage_error(&["the token in the file other (--token-file"]);
     list(&["--token-file", "none"], &[]).assert_usage_error(&["the token file none does not exist"]);

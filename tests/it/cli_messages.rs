@@ -190,6 +190,10 @@ async fn init_writes_a_file_for_train_and_submit() {
             &["runs is not the folder of a run; it contains the runs runs/lockstep"],
         ),
         (
+            &["predict", "--model", "empty", picture],
+            &["empty has no model: the folder of a checkpoint has model.safetensors"],
+        ),
+        (
             &["download", &id, "-o", "nodir/x.safetensors"],
             &["nodir/x.safetensors: the folder nodir does not exist"],
         ),

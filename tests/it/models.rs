@@ -74,12 +74,17 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
         "no job is called shoes@champion",
         "write models:/shoes@champion for its version",
     ]);
+    server.cli(&["evaluate", "shoes"]).assert_usage_error(&[
+        "no job is called shoes",
+        "shoes is a model",
+        "as in models:/shoes/2; ",
+    ]);
+    server.cli(&["download", "models:/shoes", "-o", "x"]).assert_usage_error(&[
+        "shoes is a model: the name of a version also has its number or an alias, as in models:/shoes/2; ",
+    ]);
     server
-        .cli(&["evaluate", "shoes"])
-        .assert_usage_error(&["no job is called shoes", "named as in models:/shoes/1"]);
-    server
-        .cli(&["download", "models:/shoes", "-o", "x"])
-        .assert_usage_error(&["is not the name of a model's version"]);
+        .cli(&["download", "models:/shoos", "-o", "x"])
+        .assert_usage_error(&["\"models:/shoos\" is not the name of a model's version"]);
     server
         .cli(&["evaluate", "models:/shoes/1", "--checkpoint", "latest"])
         .assert_usage_error(&["leave --checkpoint out"]);

@@ -79,12 +79,14 @@ async fn a_waiting_job_is_paused_immediately() {
     pause(&second).await;
     pause(&third).await;
     server.cli(&["cancel", &first]).ok();
-    // `cancel` refuses a name of several jobs; `pause` and `resume` use the newest that they can change, or else the newest.
+    // `cancel` refuses a name of several jobs; `pause` and `resume` use the newest that they can change.
     server.cli(&["cancel", "second"]).assert_usage_error(&["several jobs are called second"]);
     server.cli(&["cancel", &third]).ok();
-    assert!(
-        server.cli(&["pause", "second"]).stderr.contains(&format!("the newest is taken: {third}, cancelled"))
-    );
+    server.cli(&["pause", "second"]).assert_usage_error(&[
+        "2 jobs are called second, and their states forbid this command; give a job's id:",
+        &format!("{third}, cancelled, "),
+        &format!("{second}, paused, "),
+    ]);
     assert_eq!(server.job(&second).await["state"], "paused");
     let resumed = server.cli(&["resume", "second"]);
     resumed.ok();

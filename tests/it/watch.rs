@@ -33,14 +33,14 @@ async fn a_waiting_job_shows_its_place_and_reason_and_their_changes() {
     server.wait_for_job(&id, "the job has a place", |job| job["queue"]["place"] == 1).await;
 
     let folder = Folder::new();
-    let watch = |name: &str| {
+    let watch = |name: &str, job: &str| {
         let out = folder.path().join(name);
         let mut command = lockstep();
-        command.args(["watch", &id]).envs(server.client_variables()).stderr(Stdio::null());
+        command.args(["watch", job]).envs(server.client_variables()).stderr(Stdio::null());
         command.stdout(fs::File::create(&out).expect("a file"));
         (out, Terminated(command.spawn().expect("lockstep")))
     };
-    let (out, _watch) = watch("out");
+    let (out, _watch) = watch("out", &id);
     let terminal = folder.path().join("terminal");
     // The same command on a terminal, where running jobs have a progress bar.
     let mut script = Command::new("script");
@@ -59,8 +59,10 @@ async fn a_waiting_job_shows_its_place_and_reason_and_their_changes() {
     wait_for_text(&out, &[waits, "place 2 in the queue", "queued, place 1 in the queue"]).await;
     server.order(&id, "pause").await;
     wait_for_text(&out, &["paused: paused on request"]).await;
-    // A later `watch` shows the state at once.
-    let (late, _late_watch) = watch("late");
+    // A later `watch` shows the state at once, and prefers this job to a newer job of the same name that has ended.
+    let namesake = server.submit(&specs::short("waits", "fashion", 2, 5)).await;
+    server.order(&namesake, "cancel").await;
+    let (late, _late_watch) = watch("late", "waits");
     wait_for_text(&late, &["paused: paused on request"]).await;
     server.order(&id, "cancel").await;
     let lines = wait_for_text(&out, &["paused on request", ": cancelled on request"]).await;

@@ -1,6 +1,7 @@
 //! `lockstep webhook`.
 
-use crate::server::{Agents, Server};
+use crate::server::{Agents, Server, wait_until};
+use serde_json::json;
 
 #[tokio::test]
 async fn webhooks_are_added_tested_and_removed_by_command() {
@@ -28,6 +29,11 @@ async fn webhooks_are_added_tested_and_removed_by_command() {
         .assert_usage_error(&["no webhook has this id; `lockstep webhook list` shows"]);
     let added = server.cli(&["webhook", "add", url, "--project", "shose"]);
     assert!(added.stderr.contains("no job has the project \"shose\" yet"), "{}", added.stderr);
+    server.cli(&["webhook", "add", url, "--event", "job.started"]).ok();
+    server.create("/runs", &json!({"id": "started", "name": "started"})).await;
+    let list = || server.cli(&["webhook", "list"]).stdout;
+    let waits = " waiting after a failed attempt: ";
+    wait_until("the list has the error of a waiting message", || list().contains(waits), list).await;
     server.cli(&["webhook", "remove", "../people"]).assert_usage_error(&["no webhook has this id"]);
     server.stop().await;
 }

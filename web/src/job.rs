@@ -63,6 +63,11 @@ pub struct JobPage {
 }
 
 impl JobPage {
+    /// Whether the job has a checkpoint whose files exist.
+    fn has_usable_checkpoint(&self) -> bool {
+        self.checkpoints.iter().any(|checkpoint| !checkpoint.missing)
+    }
+
     /// The validation accuracy of a checkpoint. Empty for a checkpoint without validation.
     fn accuracy(&self, info: &CheckpointInfo) -> String {
         let pictures = info.validation.as_ref().map(|set| set.pictures);

@@ -113,10 +113,14 @@ impl RequestError {
     pub(crate) fn in_words(self) -> String {
         match self {
             Self::NobodyOnline => {
-                "no agent is online to inspect files; start one with `lockstep agent --server URL`".into()
+                "no agent is online, and only agents read files; start one with `lockstep agent --server URL`"
+                    .into()
             }
             Self::NobodyHasFiles { path, asked } => {
-                format!("no machine that is online has {path} (asked: {})", asked.join(", "))
+                format!(
+                    "no machine that is online has {path} (asked: {}): copy it to one of them, or start the agent of a machine that has it",
+                    asked.join(", ")
+                )
             }
             Self::NoReply { agent, ahead: 0 } => {
                 format!("{agent} disconnected or did not respond in time; try again")
@@ -128,7 +132,7 @@ impl RequestError {
             }
             Self::Killed { agent, detail } => {
                 format!(
-                    "{agent}: {detail}; try again. It may have run out of memory, or stopped with its agent"
+                    "{agent}: {detail}. It may have run out of memory, or stopped with its agent; try again"
                 )
             }
             Self::Refused(detail) | Self::Unavailable(detail) => detail,

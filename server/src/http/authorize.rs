@@ -213,7 +213,11 @@ fn identify(http: &HttpState, headers: &HeaderMap, path: &str) -> Result<Option<
                 Denied::Unknown if is_for_agents(path) => {
                     format!("this server does not know the agent's token; {AGENT_TOKEN_ADVICE}")
                 }
-                Denied::Unknown => "this server does not know that token; see `lockstep token create`".into(),
+                Denied::Unknown => {
+                    "this server does not know that token, for example because it was restored from a \
+                    backup without it; on the server's machine, `lockstep token create` makes another"
+                        .into()
+                }
                 Denied::Revoked => "that token was revoked; ask for another token".into(),
                 Denied::RevokedUntilRestart => {
                     "the server's own token was revoked; restart the server, which then writes another token"

@@ -44,6 +44,10 @@ pub fn report(
             if start_step <= total_steps && total_steps <= MAX_STEPS =>
         {
             let job = &mut row.job;
+            if start_step != job.step {
+                // The loss belongs to a step after the checkpoint from which the attempt continues.
+                job.last.loss = None;
+            }
             (job.total_steps, job.steps_per_epoch, job.step) = (total_steps, steps_per_epoch, start_step);
             job.epoch = epoch_of((start_step + 1).min(total_steps), steps_per_epoch);
             row.progress.restart_at(start_step, total_steps);

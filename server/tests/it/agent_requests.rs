@@ -244,7 +244,11 @@ async fn an_evaluation_can_be_requested_again_after_its_agent_disconnected() {
         agent.reply(id, Err(error.into())).await;
     };
     let (refusal, ()) = tokio::join!(server.get(&path), report_signal);
-    assert_refused(refusal, 503, "signal: 15 (SIGTERM); try again");
+    assert_refused(
+        refusal,
+        503,
+        "signal: 15 (SIGTERM). It may have run out of memory, or stopped with its agent; try again",
+    );
     let disconnect = async {
         let (_, request) = next_request(&mut agent, true).await;
         assert!(matches!(request, AgentRequest::Evaluate(_)), "{request:?}");

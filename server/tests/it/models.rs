@@ -117,7 +117,7 @@ async fn test_models(server: TestServer) {
     for (pretrained, message) in [
         ("models:/shoes@nobody", "no version is called models:/shoes@nobody"),
         ("models:/shoes/2", "no version is called models:/shoes/2"),
-        ("models:/shoes", "such as models:/shoes/3"),
+        ("models:/shoes", "; did you mean \"models:/shoes/3\"?"),
     ] {
         let mut document = spec();
         document["model"]["pretrained"] = json!(pretrained);

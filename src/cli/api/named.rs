@@ -35,6 +35,8 @@ const MAX_LISTED: usize = 10;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OnDuplicateName {
     TakeNewest,
+    /// Refuses the name if none of the objects is accepted.
+    TakeNewestAccepted,
     Refuse,
 }
 
@@ -50,8 +52,8 @@ pub(super) struct Chosen {
 /// called `name`, prefers the jobs that `accepts` accepts. `jobs` is sorted, the newest first.
 ///
 /// # Errors
-/// With [`OnDuplicateName::Refuse`], if several jobs called `name` remain. The message says that jobs that `accepts` rejects have ended.
-/// Also if several ids begin with `name`, or `name` is the path of a file or of a run's folder. The error is a sentence.
+/// If several jobs are called `name`, and `on_duplicate` refuses them. Also if several ids begin with `name`, or `name` is the path of a
+/// file or of a run's folder. The error is a sentence.
 pub(super) fn choose(
     Kind { noun, .. }: Kind,
     jobs: &[Value],
@@ -67,11 +69,19 @@ pub(super) fn choose(
         candidates.retain(|job| accepts(job));
     }
     if let [newest, others @ ..] = &candidates[..] {
-        if on_duplicate == OnDuplicateName::Refuse && !others.is_empty() {
+        let is_refused = match on_duplicate {
+            OnDuplicateName::TakeNewest => false,
+            OnDuplicateName::TakeNewestAccepted => !accepts_any,
+            OnDuplicateName::Refuse => true,
+        };
+        if is_refused && !others.is_empty() {
             let why = if accepts_any {
                 format!("several {noun}s are called {name}")
             } else {
-                format!("all {} {noun}s called {name} have ended", named_jobs.len())
+                format!(
+                    "{} {noun}s are called {name}, and their states forbid this command",
+                    named_jobs.len()
+                )
             };
             return Err(format!("{why}; give a {noun}'s id:{}", list(&candidates)));
         }
@@ -127,7 +137,10 @@ fn list(jobs: &[&Value]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{
+        OnDuplicateName::{Refuse, TakeNewest, TakeNewestAccepted},
+        *,
+    };
     use crate::cli::unknown_name_message;
     use serde_json::json;
 
@@ -159,7 +172,7 @@ mod tests {
                 "it is a file, and the job comes first, as in `lockstep predict JOB Cargo.toml`",
             ),
         ] {
-            match choose(JOB, &jobs, name, |_| true, OnDuplicateName::TakeNewest)
+            match choose(JOB, &jobs, name, |_| true, TakeNewest)
                 .and_then(|job| job.ok_or_else(|| unknown_name_message(JOB.noun, names(), name)))
             {
                 Ok(Chosen { id, note }) => {
@@ -170,7 +183,7 @@ mod tests {
         }
         let has_not_ended = |job: &Value| text(job, "state") != "failed" && text(job, "state") != "succeeded";
         let trials = [job("j0003", "pics", "succeeded", 0), jobs[0].clone(), jobs[1].clone()];
-        for on_duplicate in [OnDuplicateName::TakeNewest, OnDuplicateName::Refuse] {
+        for on_duplicate in [TakeNewest, TakeNewestAccepted, Refuse] {
             let Chosen { id, note } =
                 choose(JOB, &trials, "pics", has_not_ended, on_duplicate).unwrap().unwrap();
             assert_eq!(id, "j0002");
@@ -179,21 +192,23 @@ mod tests {
                 "3 jobs are called pics; the newest that this command can use is taken: j0002, running";
             assert!(note.starts_with(expected), "{note}");
         }
-        let error = choose(JOB, &trials, "pics", |_| true, OnDuplicateName::Refuse).unwrap_err();
+        let error = choose(JOB, &trials, "pics", |_| true, Refuse).unwrap_err();
         assert!(
             error.starts_with("several jobs are called pics; give a job's id:\n  j0003, succeeded"),
             "{error}"
         );
         let ended = [trials[0].clone(), trials[2].clone()];
-        let error = choose(JOB, &ended, "pics", has_not_ended, OnDuplicateName::Refuse).unwrap_err();
-        let expected = "all 2 jobs called pics have ended; give a job's id:\n  j0003, succeeded";
-        assert!(error.starts_with(expected), "{error}");
-        let error = choose(JOB, &jobs[..2], "j000", |_| true, OnDuplicateName::TakeNewest).unwrap_err();
+        for on_duplicate in [TakeNewestAccepted, Refuse] {
+            let error = choose(JOB, &ended, "pics", has_not_ended, on_duplicate).unwrap_err();
+            let expected = "2 jobs are called pics, and their states forbid this command; give a job's id:\n  j0003, succeeded";
+            assert!(error.starts_with(expected), "{error}");
+        }
+        let error = choose(JOB, &jobs[..2], "j000", |_| true, TakeNewest).unwrap_err();
         let listed = "2 ids begin with j000; give a longer part of the id:\n  j0002, running, 1 h ago  pics\n  \
                       j0001, failed, 3 d ago  pics";
         assert_eq!(error, listed);
         let many: Vec<_> = (0..12).map(|n| job(&format!("j000{n}"), "x", "succeeded", n)).collect();
-        let error = choose(JOB, &many, "j000", |_| true, OnDuplicateName::TakeNewest).unwrap_err();
+        let error = choose(JOB, &many, "j000", |_| true, TakeNewest).unwrap_err();
         assert!(error.ends_with("\n  and 2 more"));
     }
 }

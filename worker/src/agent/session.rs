@@ -174,7 +174,7 @@ struct Connected {
 impl Connected {
     async fn serve(mut self, agent: &mut Agent, signals: &mut Signals, revoked: Vec<AttemptRef>) -> Outcome {
         for attempt in revoked {
-            tracing::warn!(job = %attempt.job, attempt = attempt.attempt, "the server accepts no more reports of this attempt: ending its ranks");
+            tracing::warn!(job = %attempt.job, attempt = attempt.attempt, "the server has ended this attempt: ending its ranks. `lockstep show` says why, and `lockstep retry` continues a job that failed");
             if let Some(found) = agent.find_attempt(&attempt) {
                 found.send_order(Order::Stop { patient: false });
             }

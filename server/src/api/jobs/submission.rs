@@ -131,7 +131,10 @@ pub(crate) async fn resolve_version(
     let mistake = |detail: String| Ok(Some(SpecError { pointer: "/model/pretrained".into(), detail }));
     let name: VersionName = match given.parse() {
         Ok(name) => name,
-        Err(detail) => return mistake(detail),
+        Err(detail) => {
+            let advice = model_advice(store, caller, given.trim_start_matches(SCHEME)).await?;
+            return mistake(detail + &advice.unwrap_or_default());
+        }
     };
     let versions = store.model_versions(Some(&name.model)).await?;
     let visible = versions.iter().filter(|row| caller.sees_owned(&row.ownership));
@@ -146,7 +149,7 @@ pub(crate) async fn resolve_version(
     }
 }
 
-/// Returns the end of an error about weights whose file was not found: the newest version of the model with this name, if there is one.
+/// Returns the end of an error about weights that do not exist: the newest version of the model with this name, if there is one.
 async fn model_advice(store: &dyn Store, caller: &Caller, given: &str) -> Result<Option<String>> {
     let versions = store.model_versions(Some(given)).await?;
     let visible = versions.iter().filter(|row| caller.sees_owned(&row.ownership));

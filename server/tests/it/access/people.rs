@@ -55,6 +55,8 @@ async fn only_an_admin_s_token_creates_the_first_admin() {
     let before = browser.get("/login").await.text().await.unwrap();
     // This is the form of a server without people.
     assert!(before.contains("name=\"token\"") && !before.contains("name=\"password\""));
+    // Its foot has no link to a page that needs a session.
+    assert!(before.contains("href=\"/docs\"") && !before.contains("href=\"/sweeps\""), "{before}");
     let fields = format!("setup=true&name=ada&password={PASSWORD}");
     assert_eq!(browser.post("/login", &fields).await.status(), 403, "without a session");
     let response = browser.get(&path).await;

@@ -55,10 +55,10 @@ async fn a_killed_rank_restarts_its_job_from_the_newest_checkpoint_or_fails_it()
     assert!(start_step.is_multiple_of(CHECKPOINT_STEPS), "{plan}");
     let restarting = events.iter().find(|e| e["state"] == "restarting").expect("a restart");
     let reason = restarting["reason"].as_str().expect("a reason");
-    let starts_from = format!("attempt 2 starts from step {start_step}");
-    for words in ["rank 1 was killed by signal 9 at step", &starts_from] {
-        assert!(reason.contains(words), "{words}: {reason}");
-    }
+    assert!(reason.contains("rank 1 was killed by signal 9 at step"), "{reason}");
+    let (_, expected_start) = reason.rsplit_once("; attempt 2 starts from step ").expect(reason);
+    // A checkpoint that was being written when the rank was killed may be reported later.
+    assert!(expected_start.parse::<u64>().expect(reason) <= start_step, "{reason}, not from {start_step}");
     // The reason why the first attempt ended is kept after the second has succeeded.
     let attempts = server.attempts(&id).await;
     let [first, second] = &attempts[..] else { panic!("{attempts:#?}") };

@@ -186,11 +186,11 @@ fn gpu_steps_on_resident_mixed_pictures_match_the_cpu_engine() {
                     batches.chunks(accumulate).map(|step| engine.train_step(step, 0.001).unwrap()).collect();
                 (results, engine.eval_step(&validation_batch(&data, 10)).unwrap())
             });
-            // After scaling, a byte may be rounded differently.
-            let tolerance = if [28, 32].contains(&side) { 1e-4 } else { 2e-3 };
             for (step, (actual, expected)) in gpu_results.iter().zip(&results).enumerate() {
                 let case = format!("{side} px, {mixing:?}, step {step}");
                 eprintln!("{case}: {} / {}", actual.loss, expected.loss);
+                // After scaling, a byte may be rounded differently. Steps amplify the rounding of the CPU engine's convolutions.
+                let tolerance = if step == 0 && [28, 32].contains(&side) { 1e-5 } else { 2e-3 };
                 assert_near(actual.loss, expected.loss, tolerance, case);
                 assert_eq!(actual.samples, expected.samples);
             }
